@@ -6,7 +6,7 @@ steps, one seed gives one plan: on any machine, at any load, with any number of 
 
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
 
 import msgspec
 
@@ -52,8 +52,8 @@ class Clock:
         """A clock for a thread that runs beside this one."""
         return self
 
-    def join(self, others: Iterable["Clock"]) -> None:
-        """Threads beside this one, with clocks of their own, have ended."""
+    def join(self, other: "Clock") -> None:
+        """A thread beside this one, with a clock of its own, has ended."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
         """The parameters of CP-SAT that end it within a time."""
@@ -84,9 +84,9 @@ class StepClock(Clock):
         """A clock that begins with the steps of this one: what other threads do does not change what it says."""
         return StepClock(self.steps)
 
-    def join(self, others: Iterable[Clock]) -> None:
-        """Go on from the latest of them."""
-        self.steps = max([self.steps, *(other.steps for other in others)])
+    def join(self, other: Clock) -> None:
+        """Go on from the later of them."""
+        self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
         """In units of CP-SAT's own count, which is the same on any machine."""
@@ -97,6 +97,29 @@ class StepClock(Clock):
         return f"{round(seconds / STEP_SECONDS):,} steps"
 
 
+class Tally:
+    """How often each technique of a search was tried, and how often it made the best plan of something shorter."""
+
+    def __init__(self) -> None:
+        self.tried: Counter[str] = Counter()
+        self.helped: Counter[str] = Counter()
+
+    def add(self, what: str, tried: int = 1, helped: int = 0) -> None:
+        """`what`: a technique; an operator of one is "technique: operator"."""
+        self.tried[what] += tried
+        self.helped[what] += helped
+
+    def join(self, other: "Tally") -> None:
+        """What a thread beside this one has tried."""
+        self.tried.update(other.tried)
+        self.helped.update(other.helped)
+
+    @property
+    def techniques(self) -> list[str]:
+        """Those that were really tried, in the order in which they began."""
+        return list(dict.fromkeys(what.partition(":")[0] for what, tried in self.tried.items() if tried))
+
+
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Passed along the steps of a search."""
 
@@ -105,6 +128,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock = msgspec.field(default_factory=Clock)
     seed: int = 0
     progress: SearchProgress = msgspec.field(default_factory=SearchProgress)
+    tally: Tally = msgspec.field(default_factory=Tally)
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Set from outside: the search then ends with the best plan so far."""
 
@@ -136,5 +160,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, deadline=deadline)
 
     def beside(self) -> "Budget":
-        """The same for a thread that runs beside this one."""
-        return msgspec.structs.replace(self, clock=self.clock.beside())
+        """The same for a thread that runs beside this one; see `join`."""
+        return msgspec.structs.replace(self, clock=self.clock.beside(), tally=Tally())
+
+    def join(self, other: "Budget") -> None:
+        """The thread beside this one, which had that budget, has ended."""
+        self.clock.join(other.clock)
+        self.tally.join(other.tally)

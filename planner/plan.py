@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from planner.budget import Budget, Clock
+from planner.budget import Budget, Clock, Tally
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
     fixed_period: float | None = None
     """Seconds, of the best plan in which no layers change hands, where they do in this one."""
+    tally: Tally | None = None
+    """How often each technique was tried for this schedule, and how often it helped."""
 
     @property
     def period(self) -> float:
@@ -85,22 +87,26 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
         speed = Speed(options.seconds, clock)
         told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
-        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE), progress=SearchProgress(
-            lambda line: progress(f"with no worker down, to compare with: {line}")))
-        fault_free = _fault_free(options, job, known, aside, speed) if failed else known
+        # Counted steps of the reference are its own, so that no plan depends on what is known of it.
+        other = options.clock()
+        aside = Budget(deadline=other.now() + FAULT_FREE_SHARE * options.seconds, clock=other, seed=options.seed,
+                       stop=stop, progress=SearchProgress(
+                           lambda line: progress(f"with no worker down, to compare with: {line}")))
+        other_speed = speed if options.steps is None else Speed(options.seconds, other)
+        fault_free = _fault_free(options, job, known, aside, other_speed) if failed else known
         found = _search(options, job, failed, told, speed)
         schedule = found.schedule
         if failed:
             # Where the search is over early, the rest of the time goes to the reference.
-            fault_free = _fault_free(options, job, fault_free, budget, speed)
+            rest = msgspec.structs.replace(aside.within(budget.seconds), progress=SearchProgress())
+            fault_free = _fault_free(options, job, fault_free, rest, other_speed)
             fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
         else:
             fault_free = _reference(schedule, options).better(known)
         evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=evidence, fault_free=fault_free,
-                fixed_period=found.fixed_period)
+                evidence=evidence, fault_free=fault_free, fixed_period=found.fixed_period, tally=budget.tally)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
@@ -130,6 +136,8 @@ class Planned(msgspec.Struct, frozen=True):
     """Ctrl-C cut the search short."""
     seconds: float = 0.0
     """Spent on it, by the clock."""
+    tally: Tally | None = None
+    """As of `Plan`."""
 
     @property
     def period(self) -> float:
@@ -148,7 +156,7 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
         found = _search(options, job, failed, budget, Speed(options.seconds, clock))
-        return Planned(found.schedule, stop.is_set(), clock.now() - began)
+        return Planned(found.schedule, stop.is_set(), clock.now() - began, budget.tally)
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -179,8 +187,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 
     def plan_block(block: Job, seconds: float) -> Schedule:
         within = msgspec.structs.replace(budget.within(seconds), progress=SearchProgress())
-        return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params),
-                        in_place.method)
+        return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params))
 
     def ops_of(part: Job) -> int:
         given = problem if part is job else in_place.problem(part, failed)
@@ -201,12 +208,12 @@ def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem:
               budget: Budget) -> _Found:
     """The best schedule of whatever answers these failures."""
     solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
-    return _Found(_checked(solved, options.method), solved.evidence, solved.fixed_period)
+    return _Found(_checked(solved), solved.evidence, solved.fixed_period)
 
 
-def _checked(solved: Solved, method: Method) -> Schedule:
+def _checked(solved: Solved) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
-    schedule = build_schedule(solved.problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+    schedule = build_schedule(solved.problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=solved.ran,
                               deadlines=solved.deadlines)
     violations = check(schedule)
     if violations:

@@ -14,6 +14,7 @@ from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError
 from planner.normalise import normalised
 from planner.options import Layers, PlanOptions
+from planner.params import DEFAULTS, ParamsError, read_params
 from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
 from planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
@@ -24,15 +25,19 @@ from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
                  steps: int | None = None, layers: str = "fixed", slices: bool = True,
-                 from_checkpoint: bool = False) -> PlanOptions:
+                 from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
     """The planner's options from those of the command line. Exits 2 where one has an unknown value."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
+    try:
+        steering = DEFAULTS if params is None else read_params(params)
+    except ParamsError as error:
+        refuse(error)
     return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
                        method=cast(Method, method), time_limit=time_limit, steps=steps, seed=seed,
                        layers=cast(Layers, layers),
-                       slices=slices, from_checkpoint=from_checkpoint)
+                       slices=slices, from_checkpoint=from_checkpoint, params=steering)
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,

@@ -52,6 +52,8 @@ class Solved(msgspec.Struct, frozen=True):
     """What is likely to leave a gap, or nothing. Few ask, and with layouts it takes as long as some list schedules."""
     fixed_period: float | None = None
     """Seconds: the best period found with layers in place, where they move in this one."""
+    ran: str = ""
+    """What really was tried, in words; what others run has its name."""
 
 
 def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Solved:
@@ -70,7 +72,8 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
 def _baseline(problem: Problem, method: Method) -> Solved:
     divide = not problem.failed or problem.operations > LARGEST_BASELINE
     pieces = decompose(problem) if divide else (undivided(problem),)
-    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], lower_bound(problem))
+    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], lower_bound(problem),
+                  ran=method)
 
 
 def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
@@ -120,7 +123,8 @@ class _Engine:
         fixed = min((known.seconds for known in self._found if not known.moved), default=None)
         text = evidence(best, budget.clock, budget.clock.now() - began)
         return Solved(best.problem, list(zip(best.pieces, best.solutions, strict=True)), best.bound, best.deadlines,
-                      partial(self._evidence, best, text), fixed if best.moved else None)
+                      partial(self._evidence, best, text), fixed if best.moved else None,
+                      ", ".join(budget.tally.techniques))
 
     @property
     def _best(self) -> Incumbent:
@@ -229,7 +233,7 @@ class _Engine:
                 running = thread.submit(self._restart_each, other, second)
                 self._restart_each(own, within)
                 running.result()
-            budget.clock.join([second.clock])
+            within.join(second)
 
     def _restart_each(self, some: Sequence[Incumbent], budget: Budget) -> None:
         for known, share in self._in_turn(some, budget):

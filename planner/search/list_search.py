@@ -28,6 +28,9 @@ from planner.search.composition import Composition
 from planner.search.dispatch_rules import changed, grid, shortlist
 from planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
 
+RULES, STEPS, ASSIGNMENTS = (
+    f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
+"""What is tried, for the tally."""
 Tell = Callable[[int], None]
 
 
@@ -57,17 +60,19 @@ class _Best:
         self.period: int | None = None
         self.found: Solution | None = None
 
-    def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> _Tried | None:
-        """Try a dispatch rule; go on from it where it is no worse than where they are. None: it is stuck."""
-        began = self._clock.now()
+    def offer(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Tried | None:
+        """Try a dispatch rule, and count that as `why`; go on from it where it is no worse. None: it is stuck."""
+        began, before = self._clock.now(), self.period
         self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
             period = scheduler.period(rule)
         except StuckError:
+            self._budget.tally.add(why)
             return None
         self._compose(scheduler)
         self._slowest = max(self._slowest, self._clock.now() - began)
         self._take(period, scheduler.solution)
+        self._budget.tally.add(why, helped=int(self.period != before))
         tried = _Tried(period, rule, scheduler)
         if self.at is None or period <= self.at.period:
             self.at = tried
@@ -148,7 +153,7 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
         others = itertools.takewhile(lambda _: best.found is None, others)
     tried: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem), others):
-        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule)):
+        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule, RULES)):
             tried.append(one)
         if over := best.over or (exchanging and best.spent > params.grid_share):
             break
@@ -200,9 +205,9 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
             return
         at = best.at
         if exchanging and random.random() < params.assignment_steps:
-            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
+            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random))
+            best.offer(at.scheduler, changed(best.problem, at.rule, random), STEPS)
         stale = 0 if best.at.period != at.period else stale + 1
         if stale == params.stale_steps:
             stale_starts = 0 if best.period != before else stale_starts + 1

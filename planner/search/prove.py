@@ -37,6 +37,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
             budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound * problem.tick_seconds)
 
     result = improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
+    budget.tally.add("CP-SAT: from the best plan", helped=int(result.period_ticks < period))
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)
@@ -81,7 +82,9 @@ def take_found(known: Incumbent, finder: Finder, budget: Budget) -> Incumbent:
     found = finder.result(budget.stop, wanted=known.open and not budget.stopped)
     index = next(index for index, piece in enumerate(known.pieces) if piece.problem is finder.problem)
     if found is None or (period := solution_period(finder.problem, found)) >= known.periods[index]:
+        budget.tally.add("CP-SAT: from scratch")
         return known
+    budget.tally.add("CP-SAT: from scratch", helped=1)
     known = known.with_piece(index, found, period)
     tick = known.problem.tick_seconds
     budget.progress.found("CP-SAT", known.period * tick, known.bound * tick)

@@ -60,7 +60,7 @@ def test_a_thread_beside_counts_for_itself_and_the_latest_of_all_is_gone_on_from
     other.clock.count(500)
     assert clock.steps == 300 and other.clock.steps == 600
     assert other.seconds == pytest.approx(400 * STEP_SECONDS)
-    clock.join([other.clock])
+    budget.join(other)
     assert clock.steps == 600 and budget.share(0.5).seconds == pytest.approx(200 * STEP_SECONDS)
 
 

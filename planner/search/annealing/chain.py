@@ -12,9 +12,23 @@ from planner.model.start_times import NEVER, ends_before_last, group_ends
 from planner.params import DEFAULTS, AnnealingParams
 from planner.search.annealing.arrays import make_chain, twin
 from planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
-from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
+from planner.search.kernel.annealing.arrays import (
+    BASE,
+    EXCHANGE,
+    FOREVER,
+    MOVE,
+    PERIOD,
+    SHIFT,
+    SPAN,
+    TRADE,
+    Cycle,
+    State,
+)
 from planner.search.kernel.annealing.loop import anneal, measure_best
 from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
+
+OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
+"""What a step may be (`planner.search.kernel.annealing.moves`); `AnnealingParams` says how often."""
 
 
 class AnnealingChain:
@@ -71,6 +85,11 @@ class AnnealingChain:
     def period(self) -> int:
         """Of the best plan so far, in ticks."""
         return int(self._chain.record[PERIOD])
+
+    @property
+    def operators(self) -> dict[str, tuple[int, int, int]]:
+        """How often each operator was tried, was accepted, and made the best plan shorter."""
+        return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATORS.items()}
 
     @property
     def deadlines(self) -> list[int]:
@@ -131,7 +150,8 @@ class AnnealingChain:
         cooling = self._params.cycles[self.cycles % len(self._params.cycles)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
-                     pull=cooling.pull, goal=self._aim(), scale=self._scale, shifts=self._shifts,
+                     pull=cooling.pull, goal=self._aim(), scale=self._scale,
+                     trade=self._params.trade, move=self._params.move, shifts=self._shifts,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from planner.budget import Budget
+from planner.budget import Budget, Tally
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.params import DEFAULTS, AnnealingParams
@@ -69,6 +69,7 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
                 told, began = pieces.period, clock.now()
                 tell(pieces.result())
                 when = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
+    pieces.count(budget.tally)
     return pieces.result()
 
 
@@ -195,6 +196,13 @@ class _Pieces:
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.cool_within(rounds * piece.rounds / self.rounds)
+
+    def count(self, tally: Tally) -> None:
+        """Add what the operators of all chains have done."""
+        for piece in self._pieces:
+            for chain in piece.chains:
+                for name, (tried, _, better) in chain.operators.items():
+                    tally.add(f"annealing: {name}", tried, better)
 
     def result(self) -> Annealed:
         """The best plans found."""
