@@ -19,9 +19,10 @@ from rich.table import Table
 from benchmarks.jobs import uniform_job
 from cli.fleet.availability_trace import group_gpus
 from cli.fleet.costs import costs_for
+from cli.fleet.failure_models import FAILURE_MODELS, single
 from cli.fleet.policies import POLICIES
 from cli.fleet.simulation import compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace
+from cli.fleet.synthetic_trace import draw_trace
 from cli.fleet.throughput import Throughputs
 from planner.job.file import Job
 from planner.plan import plan_job
@@ -39,7 +40,7 @@ def job(pipelines: int, stages: int, microbatches: int) -> Job:
 def large(gpus_per_worker: int, days: float) -> dict[str, object]:
     pipelines = 16_384 // gpus_per_worker // 16
     began, used = time.perf_counter(), time.process_time()
-    trace = group_gpus(draw_trace(PRESETS["llama-3"], 16_384, days), gpus_per_worker)
+    trace = group_gpus(draw_trace(FAILURE_MODELS["llama-3"], 16_384, days), gpus_per_worker)
     drawn = time.perf_counter() - began
     result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
     return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,
@@ -50,7 +51,7 @@ def large(gpus_per_worker: int, days: float) -> dict[str, object]:
 
 def many(seeds: int) -> dict[str, object]:
     began, used = time.perf_counter(), time.process_time()
-    traces = [draw_trace(FailureRates(machine_mtbf_hours=24, repair_hours=2), 24, 1, seed) for seed in range(seeds)]
+    traces = [draw_trace(single(24), 24, 1, seed) for seed in range(seeds)]
     drawn = time.perf_counter() - began
     throughputs = Throughputs(job(6, 4, 12))
     with Progress(console=Console(stderr=True)) as bar:

@@ -170,11 +170,11 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     with importing():
         from cli.shared.train_inputs import checkpoint_or_refuse
         from runtime.config import ConfigError
-        from runtime.model.checkpoint import CheckpointError
+        from runtime.model.checkpoints.checkpoint import CheckpointError
     checkpoint = checkpoint_or_refuse(source)
     try:
         with importing():
-            from runtime.model.hugging_face.export import export_checkpoint
+            from runtime.model.checkpoints.hugging_face_export import export_checkpoint
         export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
         refuse(f"--to hugging-face needs the package {error.name}: pip install 'slipstream-train[hf]'")

@@ -71,7 +71,7 @@ from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.coordinator.tensorboard import require_package
 from runtime.launch import Resilience, RunError, RunOptions, run
-from runtime.model.checkpoint import CheckpointError
+from runtime.model.checkpoints.checkpoint import CheckpointError
 from runtime.node_agent import NodeJob, join
 from runtime.processes.launchers import Launched, announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent

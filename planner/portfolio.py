@@ -24,8 +24,8 @@ from planner.layout.problem import LayoutProblem
 from planner.layout.types import Layout
 from planner.model.bounds import exact_bound
 from planner.model.for_layout import layout_problem
-from planner.model.from_layout import problem_of_layout
-from planner.model.layout_bound import LayoutBound
+from planner.model.from_job import problem_of_layout
+from planner.model.layout_bound import LayoutBound, can_bound
 from planner.model.problem import NoPlanError, Problem
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions
@@ -238,7 +238,7 @@ class _Portfolio:
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
         """
-        if known.operations > LARGEST_BOUNDED or not known.problem.interleaved:
+        if known.operations > LARGEST_BOUNDED or not can_bound(known.problem):
             return 0
         hosts = [solution.hosts for solution in known.solutions]
         high = 2 * known.bound

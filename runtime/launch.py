@@ -27,10 +27,10 @@ from runtime.device import gpu_count
 from runtime.errors import RunError as RunError
 from runtime.errors import first_line
 from runtime.events import LOSSES, Started
-from runtime.model.checkpoint import identity_of, open_checkpoint
-from runtime.model.clipping import watches_gradients
-from runtime.model.layer_sizes import state_bytes
-from runtime.model.parameters import load_layer
+from runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
+from runtime.model.checkpoints.parameters import load_layer
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.layer_sizes import state_bytes
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.found_workers import FoundWorker, find_workers
@@ -175,8 +175,8 @@ class _Launch:
 
     def _export(self) -> None:
         """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
-        from runtime.model.hugging_face.configuration import folder_of, read_config
-        from runtime.model.hugging_face.export import export
+        from runtime.model.checkpoints.hugging_face_export import export
+        from runtime.model.layers.hugging_face.configuration import folder_of, read_config
 
         model = self.config.model
         assert model.hugging_face is not None

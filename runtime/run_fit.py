@@ -10,15 +10,15 @@ from runtime.config import RunConfig
 from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
 from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.degraded import require_degradable
-from runtime.model.flops import counted
-from runtime.model.forms import forms
-from runtime.model.holding import keeps_parts, trained_elements
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.parameter_groups import require_matches
-from runtime.model.parts import Elements
-from runtime.model.worker_group import standing_in
+from runtime.model.computing.forms import forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.flops import counted
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.worker_group import standing_in
+from runtime.model.ranks.degraded import require_degradable
+from runtime.model.state.holding import keeps_parts, trained_elements
+from runtime.model.state.parameter_groups import require_matches
+from runtime.model.state.parts import Elements
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup

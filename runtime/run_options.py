@@ -9,7 +9,7 @@ from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeed
 from runtime.coordinator.run import Notify
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.model.checkpoint import Checkpoint
+from runtime.model.checkpoints.checkpoint import Checkpoint
 from runtime.processes.launchers import ALONE, LocalProcess
 from runtime.processes.process_manager import NodeFailure, Return
 from runtime.processes.stop_signals import GRACE_SECONDS

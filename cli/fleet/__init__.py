@@ -2,7 +2,9 @@
 
     availability_trace    which machines are alive, over time
     trace_file            reads traces
-    synthetic_trace       draws traces from mean times between failures
+    public_traces         reads those that others have published
+    failure_models        how often what fails, and for how long, as published
+    synthetic_trace       draws traces from a failure model
     policy                what a policy is: it answers each change with phases
     policies/             one module for each policy
     costs                 seconds to restart, reconfigure and load, as published
@@ -18,18 +20,43 @@ This module is the one door: commands import from here, and no other package imp
 
 from cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
 from cli.fleet.costs import Costs, costs_for
+from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
 from cli.fleet.figures import FIGURES, Figure
 from cli.fleet.figures.figure import Series
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Cause, Policy
 from cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import PRESETS, FailureRates, draw_slow_workers, draw_trace, published_fail_slow
+from cli.fleet.synthetic_trace import draw_slow, draw_trace
 from cli.fleet.throughput import Throughputs
 from cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 __all__ = [
-    "FIGURES", "POLICIES", "PRESETS", "AvailabilityTrace", "Cause", "Comparison", "Costs", "FailureRates", "Figure",
-    "Floats", "Policy", "PolicyRun", "Series", "Throughputs", "TraceFileError", "compare", "costs_for",
-    "draw_slow_workers", "draw_trace", "fail_together", "fit_to_job", "group_gpus", "published_fail_slow",
-    "read_availability_trace", "throughputs_over_traces",
+    "FAILURE_MODELS",
+    "FIGURES",
+    "POLICIES",
+    "SLOW_MODELS",
+    "AvailabilityTrace",
+    "Cause",
+    "Comparison",
+    "Costs",
+    "FailureModel",
+    "Figure",
+    "Floats",
+    "Kind",
+    "Policy",
+    "PolicyRun",
+    "Series",
+    "SlowKind",
+    "Throughputs",
+    "TraceFileError",
+    "compare",
+    "costs_for",
+    "draw_slow",
+    "draw_trace",
+    "fail_together",
+    "fit_to_job",
+    "group_gpus",
+    "read_availability_trace",
+    "single",
+    "throughputs_over_traces",
 ]

@@ -7,7 +7,8 @@ import msgspec
 from planner.layout.fixed import fixed_layout
 from planner.layout.lines import Line, cut
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange, Layout
+from planner.layout.types import Layout
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from planner.layout.types import LayerRange, MicroBatch, Stop
+from planner.layout.types import MicroBatch, Stop
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 LayersMode = Literal["fixed", "move"]

@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
-
-LayerRange = tuple[int, int]
-"""Consecutive layers, half-open: [first, end)."""
 
 
 class MicroBatch(NamedTuple):

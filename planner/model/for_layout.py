@@ -7,8 +7,8 @@ from planner.job.layers import layer_costs
 from planner.job.shared_state import with_shared_state
 from planner.layout.problem import LayersMode, LayoutProblem
 from planner.model.from_job import grid_of
-from planner.model.from_layout import Held
-from planner.model.problem import NoPlanError, merged
+from planner.model.holdings import Held
+from planner.model.problem import NoPlanError
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Worker
 
@@ -29,7 +29,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
     live = [worker for worker in grid.workers() if worker not in set(failed)]
     if not live:
         raise NoPlanError("all workers are down")
-    usual = [merged(grid.layers_of(stage) for stage in grid.stages_of(column)) for column in range(grid.columns)]
+    usual = grid.held_by_column
     weights = memory.weights if memory else ()
     return LayoutProblem(
         forward=times.forward[stages:], backward_input=times.backward_input[stages:],

@@ -76,6 +76,11 @@ def _by_worker(route: Sequence[_Stop]) -> tuple[_Stop, ...]:
     return tuple(found)
 
 
+def can_bound(problem: Problem) -> bool:
+    """Whether a problem has such a bound."""
+    return problem.routes is not None and problem.optimizer == "staggered" and not any(problem.times.all_reduce)
+
+
 class LayoutBound:
     """The bound of the pieces of a problem with a layout, staggered, with reductions that take no time."""
 
@@ -96,7 +101,7 @@ class LayoutBound:
             self._read(number, piece, hosts[number] if hosts else None)
         self._sharers = [[place for place in self._work if self._group(pieces, place) in groups]
                          for _, groups in self._problem.reductions]
-        self._step = {place: (pieces[place[0]].holdings or {})[place[1]].step for place in self._work}
+        self._step = {place: pieces[place[0]].workers[place[1]].step for place in self._work}
         self._starts = {route[0].place for route in self._routes}
 
     def period(self, low: int, high: int, deadline: float = math.inf) -> int:

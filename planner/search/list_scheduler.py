@@ -132,7 +132,7 @@ class ListScheduler:
         for first in self._first:
             done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
         if done < len(order):
-            assert self.arrays.problem.holdings is not None, "list scheduler left ops out"
+            assert self.arrays.problem.routes is not None, "list scheduler left ops out"
             raise StuckError
         return order
 

@@ -40,7 +40,7 @@ from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, Started, ToCoordinator
+from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Known, Leaving, Ready, Started, ToCoordinator
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
@@ -182,7 +182,8 @@ class EventLoop:
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
         """Say for whom this node waits before the first order; at the start only for other nodes."""
         own = self._run.shares[0] if others_only else ()
-        self.news.awaited([worker for worker in self._coordinator.awaited if worker not in own],
+        awaited = self._coordinator.awaited if self._take_over is None else sorted(self._take_over.missing)
+        self.news.awaited([worker for worker in awaited if worker not in own],
                           self._agents.connected, address)
 
     def _look(self) -> None:
@@ -231,8 +232,12 @@ class EventLoop:
                 self._messages.handle(peer, whole)
             if isinstance(whole, Started):
                 self.processes.begins(self._log.next_iteration)
-            if isinstance(whole, Ready) and whole.known is not None and self._take_over is not None:
-                self._take_over.ready(peer, whole.known)
+            if isinstance(whole, Ready) and self._take_over is not None:
+                known = whole.known
+                if known is None and not self._run.losses:  # before the first commit, one that starts is as good as any
+                    known = Known(0, (), self._run.setup.first_iteration - 1, (), None, pending=False)
+                if known is not None:
+                    self._take_over.ready(peer, known)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run

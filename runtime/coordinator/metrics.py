@@ -16,7 +16,7 @@ from runtime.config import TrainingConfig
 from runtime.coordinator.iteration_lines import IterationLines, lines_before
 from runtime.coordinator.tensorboard import TensorBoard
 from runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from runtime.model.learning_rate import learning_rate
+from runtime.model.state.learning_rate import learning_rate
 
 
 class Sink(Protocol):
@@ -38,7 +38,7 @@ class Work:
 
     tokens: int
     flops: float
-    """Operations of the model in forward and backward (`runtime.model.flops`)."""
+    """Operations of the model in forward and backward (`runtime.model.layers.flops`)."""
     peak_flops: float | None
     """Operations per second of a worker's device, at its best; None: not known."""
 

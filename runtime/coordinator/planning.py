@@ -90,6 +90,8 @@ class Question(NamedTuple):
 AT_ONCE = 2
 """A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
 settled one is planned beside these, one at a time."""
+STUCK_SECONDS = 20.0
+"""What is planned for longer holds up nothing else: a thread cannot be ended."""
 
 
 class ScheduleService:
@@ -212,7 +214,8 @@ class ScheduleService:
         answer = self._answers.get(question)
         if isinstance(answer, BaseException):
             raise answer
-        beside = sum(one.settled == question.settled for one in self._asked)
+        since = time.monotonic() - STUCK_SECONDS
+        beside = sum(one.settled == question.settled and asked > since for one, asked in self._asked.items())
         if answer is None and question not in self._asked and beside < (1 if question.settled else AT_ONCE):
             find = self._finder(question)
             self._asked[question] = time.monotonic()

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from runtime.model.worker_group import Backend, Connection, WorkerGroup
+from runtime.model.layers.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.membership import Membership
 from runtime.replay.transfers import TIMEOUT, Arriving, Outgoing, Summing, told_in_one_line

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.own_ranks import RankForms, carried, carriers
 from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
+from runtime.model.ranks.own_ranks import RankForms, carried, carriers
 from runtime.replay.communication import Communicator
 from runtime.replay.transfers import Arriving, Outgoing
 from schedules.graph import Transfer, programs_of, transfers

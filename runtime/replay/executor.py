@@ -6,11 +6,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from runtime.model.calling import Batch
-from runtime.model.data import Microbatch
+from runtime.model.computing.slices import SliceRunner, Slices
+from runtime.model.data.data import Microbatch
+from runtime.model.layers.calling import Batch
 from runtime.model.passed import Value
-from runtime.model.slices import SliceRunner, Slices
-from runtime.model.steps import Steps
+from runtime.model.state.steps import Steps
 from runtime.replay.communication import Communicator, Shared
 from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.part_exchange import PartExchange
@@ -98,7 +98,8 @@ class Executor:
         return self._slices.take_loss()
 
     def _run_program(self) -> bool:
-        """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
+        """False when the iteration turned out to rest on a wrong guess of the step before
+        (`runtime.model.state.steps`)."""
         for place, step in enumerate(self._program):
             kind = step.op.kind
             self._before_op(self._iteration, place, kind)

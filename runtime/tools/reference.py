@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import RunConfig, TrainingConfig
-from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
-from runtime.model.clipping import clip_factor
-from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
-from runtime.model.digest import parameter_digest
-from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
-from runtime.model.learning_rate import scale
-from runtime.model.optimizer import build_optimizer
-from runtime.model.parameter_groups import grouped
+from runtime.model.data.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
+from runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on_device
+from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
+from runtime.model.layers.sharing import sharing_of
 from runtime.model.passed import Value
-from runtime.model.sharing import sharing_of
-from runtime.model.undoable_steps import optimizer_factory
+from runtime.model.state.clipping import clip_factor
+from runtime.model.state.digest import parameter_digest
+from runtime.model.state.learning_rate import scale
+from runtime.model.state.optimizer import build_optimizer
+from runtime.model.state.parameter_groups import grouped
+from runtime.model.state.undoable_steps import optimizer_factory
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@
     speed test       now and      runs ops by itself where the worker was left out as too slow (`speed_test`)
                      then
     steps of copies  one a step   steps what the worker keeps of others' optimizer states, while it computes
-                                  (`runtime.model.late_steps`)
-    saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoint`)
+                                  (`runtime.model.state.late_steps`)
+    saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoints.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that come in, as they can take them, while this
                                   one trains (`layer_sender`, `layer_server`)

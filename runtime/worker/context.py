@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config import RunConfig
-from runtime.model.data import Data
-from runtime.model.layers import LayeredModel
-from runtime.model.own_ranks import RankForms
+from runtime.model.data.data import Data
+from runtime.model.layers.layered_model import LayeredModel
+from runtime.model.layers.sharing import Sharing
+from runtime.model.layers.worker_group import WorkerGroup
 from runtime.model.passed import Form
-from runtime.model.sharing import Sharing
-from runtime.model.worker_group import WorkerGroup
+from runtime.model.ranks.own_ranks import RankForms
 from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup

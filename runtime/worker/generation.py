@@ -8,8 +8,8 @@ import math
 import threading
 import time
 
-from runtime.model.clipping import watches_gradients
 from runtime.model.seeds import GENERATORS
+from runtime.model.state.clipping import watches_gradients
 from runtime.protocol.to_coordinator import Known, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import Communicator

@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from runtime.model.holding import Holding
-from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.own_ranks import joined_state
-from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, put, span_of, whole
-from runtime.model.parts import Cut, Elements
-from runtime.model.shards import cut_state, shards_of, whole_state
-from runtime.model.worker_group import first_rank, worker_group
+from runtime.model.layers.shards import cut_state, shards_of, whole_state
+from runtime.model.layers.worker_group import first_rank, worker_group
+from runtime.model.ranks.own_ranks import joined_state
+from runtime.model.state.holding import Holding
+from runtime.model.state.optimizer import UndoableOptimizer
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
+from runtime.model.state.parts import Cut, Elements
 from runtime.protocol.to_coordinator import Kept
 from runtime.worker.layer_messages import PartName
 from schedules.layers import LayerRange

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from runtime.model.checkpoint import CheckpointError
-from runtime.model.holding import keeps_parts
-from runtime.model.parts import cuts_of
+from runtime.model.checkpoints.checkpoint import CheckpointError
+from runtime.model.state.holding import keeps_parts
+from runtime.model.state.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
 from runtime.replay.communication import Communicator
@@ -29,7 +29,7 @@ def take_layers(part: OrderContext, communicator: Communicator) -> None:
                  context.layer_store.restore)
     elif order.first_iteration == context.setup.first_iteration:
         context.layer_store.restore(needed, order.first_iteration)
-    _move(part, needed)
+    _move(part, needed, communicator)
     context.layer_store.holding.reduce_by(context.placement.reduced(part.schedule, part.worker))
     context.injector.at(order.first_iteration, "moved")
 
@@ -79,8 +79,11 @@ def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[
         raise CommunicationError(f"going back to iteration {iteration} failed: {error}") from None
 
 
-def _move(part: OrderContext, needed: frozenset[int]) -> None:
-    """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
+def _move(part: OrderContext, needed: frozenset[int], communicator: Communicator) -> None:
+    """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now.
+
+    Where any move, nobody drops one before all have theirs: whoever dies meanwhile may be the only one that has it.
+    """
     order, context, require = part.order, part.context, part.connections.require
     part.activity.begins(f"{WAITS} for layers to move")
     context.layer_receiver.begin([
@@ -88,4 +91,8 @@ def _move(part: OrderContext, needed: frozenset[int]) -> None:
         for rank in context.ranks])
     receivers = {move.target for move in order.moves if move.source == part.worker}
     context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
-    context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))
+    store, taken = context.layer_store, context.layer_receiver.take(order.number, order.fetch, require)
+    if order.moves or order.fetch:
+        store.keep(needed.union(store.holding.modules), taken)
+        communicator.wait_for_all()
+    store.keep(needed, taken)

@@ -2,26 +2,30 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 
 import torch
 
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.followed_part import SteppedPart
-from runtime.model.forms import forms
-from runtime.model.holding import Holding, build_holding, keeps_parts
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.own_ranks import RankForms
-from runtime.model.part_state import PartState
-from runtime.model.rank_holding import RankHolding
-from runtime.model.rank_parts import RankParts
-from runtime.model.sharing import Sharing, sharing_of
-from runtime.model.worker_group import enter_group, standing_in
+from runtime.model.computing.forms import forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.sharing import Sharing, sharing_of
+from runtime.model.layers.worker_group import enter_group, standing_in
+from runtime.model.ranks.own_ranks import RankForms
+from runtime.model.ranks.rank_holding import RankHolding
+from runtime.model.ranks.rank_parts import RankParts
+from runtime.model.state.followed_part import SteppedPart
+from runtime.model.state.holding import Holding, build_holding, keeps_parts
+from runtime.model.state.part_state import PartState
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.rendezvous import address_towards, connect_store
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected
+from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
+from runtime.protocol.to_worker import Leave
 from runtime.replay.placement import Placement
+from runtime.torch_private import TCPStore
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.context import WorkerContext, WorkerLink
@@ -31,6 +35,9 @@ from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
 from runtime.worker.rank_stores import RankStores
 from schedules.schedule import Worker
+
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Of a coordinator that listens, or is gone."""
 
 
 def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
@@ -47,7 +54,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     layer_store = _layer_store(spec, model, checkpoints)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
+        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
@@ -58,6 +65,23 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
+
+
+def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
+    """Node 0's store; that of another node 0, where the first has died meanwhile. Raises RendezvousError."""
+    deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
+    hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank, spec.stands_for)
+    while True:
+        try:
+            return connect_store(link.setup.store, STORE_TIMEOUT)
+        except RendezvousError:
+            if time.monotonic() > deadline:
+                raise
+        with suppress(RendezvousError):
+            store = link.follow_another(hello, Leave, lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+            if isinstance(store, TCPStore):
+                return store
+            deadline = 0.0  # that goes on without this worker
 
 
 def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader) -> LayerStore:

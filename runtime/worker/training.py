@@ -6,13 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
-from runtime.model.calling import Batch, on_device
-from runtime.model.clipping import watches_gradients
-from runtime.model.data import Data, Microbatch, is_evaluated
-from runtime.model.holding import keeps_parts
-from runtime.model.part_state import PartState, pack_parts, unpack_parts
-from runtime.model.slices import Slices
-from runtime.model.steps import Steps
+from runtime.model.computing.slices import Slices
+from runtime.model.data.data import Data, Microbatch, is_evaluated
+from runtime.model.layers.calling import Batch, on_device
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.holding import keeps_parts
+from runtime.model.state.part_state import PartState, pack_parts, unpack_parts
+from runtime.model.state.steps import Steps
 from runtime.protocol.to_coordinator import Started
 from runtime.replay.communication import Communicator
 from runtime.replay.evaluation import Evaluation, EvaluationMode
@@ -131,7 +131,7 @@ class Training:
             context.injector.at(iteration, "A")
         elif kind is OpKind.O:
             context.injector.at(iteration, "O")
-            if context.checkpointer.due(iteration):
+            if context.checkpointer.due(iteration, self._reports.save_before):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
                 context.checkpointer.save(iteration, self._whole_states())
             context.layer_sender.wait_for_room(require)

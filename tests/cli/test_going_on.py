@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from runtime import launch
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.protocol.authentication import VARIABLE
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command

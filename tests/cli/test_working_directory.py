@@ -17,7 +17,7 @@ SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "schedules/__init__.py", "planner/__init__.py")
 MODEL = """
 import helper
-from runtime.model.gpt import GPT
+from runtime.model.layers.gpt import GPT
 
 def model(config, seed, dtype, device):
     return GPT(config, seed, dtype, device)

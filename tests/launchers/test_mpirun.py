@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.protocol.authentication import VARIABLE
 from tests.launchers import paced_model
 from tests.launchers.documents import blocks, replaced

@@ -12,8 +12,7 @@ from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import build_problem, problem_of_layout
 from planner.options import PlanOptions
 from planner.plan import plan_only, plan_with
 from planner.search.budget import Budget

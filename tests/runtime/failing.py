@@ -17,7 +17,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.events import Event
 from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoints.checkpoint import latest, load
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.stop_signals import RunStopped
 from runtime.protocol.failure_injection import Action, Injection, Place

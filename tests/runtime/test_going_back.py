@@ -9,7 +9,7 @@ from runtime.coordinator.settling import Settling
 from runtime.errors import RunError
 from runtime.events import CheckpointWritten
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import complete, latest, load, open_checkpoint
+from runtime.model.checkpoints.checkpoint import complete, latest, load, open_checkpoint
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid

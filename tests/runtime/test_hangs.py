@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runtime.coordinator import stall_watch
 from runtime.events import Event, Failed
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.gpt import GPT
+from runtime.model.layers.gpt import GPT
 from tests.jobs import grid
 from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from cli.app import app
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import HUGGING_FACE, Resilience, run
-from runtime.model.checkpoint import difference, identity_of
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.flops import counted
-from runtime.model.forms import forms
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
+from runtime.model.checkpoints.checkpoint import difference, identity_of
+from runtime.model.computing.forms import forms
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.flops import counted
+from runtime.model.layers.layered_model import model_for
+from runtime.model.layers.worker_group import standing_in
 from runtime.model.seeds import derive_seed
-from runtime.model.slices import SliceRunner
-from runtime.model.worker_group import standing_in
+from runtime.model.state.holding import build_holding
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid

@@ -12,7 +12,7 @@ from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
-from tests.runtime.model.test_steps import OFTEN, RARELY, SAME, SPIKY
+from tests.runtime.model.state.test_steps import OFTEN, RARELY, SAME, SPIKY
 from tests.runtime.running import tiny
 
 BACK = Worker(0, 0)

@@ -11,10 +11,10 @@ from torch import nn
 from planner.job.file import parse_job
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import run
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
-from runtime.model.slices import SliceRunner
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import build_holding
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 

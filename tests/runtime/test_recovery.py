@@ -14,7 +14,7 @@ from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError
 from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return

@@ -13,14 +13,14 @@ from torch import Tensor
 from cli.shared.failure_schedules import scheduler
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import Resilience, run
-from runtime.model.calling import adding_losses
-from runtime.model.checkpoint import latest, load
-from runtime.model.data import Microbatch
-from runtime.model.forms import forms
-from runtime.model.holding import build_holding
-from runtime.model.layers import layer_randomness
-from runtime.model.parameters import load_parameters
-from runtime.model.slices import SliceRunner
+from runtime.model.checkpoints.checkpoint import latest, load
+from runtime.model.checkpoints.parameters import load_parameters
+from runtime.model.computing.forms import forms
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch
+from runtime.model.layers.calling import adding_losses
+from runtime.model.layers.layered_model import layer_randomness
+from runtime.model.state.holding import build_holding
 from runtime.processes.process_manager import Return
 from runtime.protocol.to_worker import MeasureSpeed
 from runtime.tools.profile import profile

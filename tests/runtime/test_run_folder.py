@@ -15,15 +15,15 @@ import pytest
 from runtime.coordinator import checkpoint_timer
 from runtime.coordinator.loss_file import LossFile
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import KEEP, latest, load, open_checkpoint, save
-from runtime.model.parameters import save_layer
+from runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
+from runtime.model.checkpoints.parameters import save_layer
 from runtime.processes.process_manager import Return
 from runtime.run_folder import FolderError, claim, clean_up, locked
 from schedules.files import write_atomically
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, train
-from tests.runtime.model.test_checkpoint import IDENTITY, assert_same, share, states, write
+from tests.runtime.model.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
 from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
 

@@ -9,13 +9,13 @@ import pytest
 from runtime.config import ConfigError, parse_run_config
 from runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
-from tests.runtime.model.test_steps import FIRST, SAME
+from tests.runtime.model.state.test_steps import FIRST, SAME
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import (
     assert_same_evaluations,

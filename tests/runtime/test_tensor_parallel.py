@@ -7,14 +7,14 @@ import torch
 from runtime.config import ConfigError, parse_run_config
 from runtime.errors import RunError
 from runtime.launch import Resilience, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoints.checkpoint import latest, load
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
-from tests.runtime.model.test_steps import RARELY, SAME
+from tests.runtime.model.state.test_steps import RARELY, SAME
 from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, joined, judge, schedule_for
 

@@ -99,7 +99,7 @@ def _tails(arrays: ProblemArrays) -> Ints:
     Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered" or problem.holdings is not None:
+    if problem.optimizer == "staggered" or problem.linking:
         return arrays.tail
     tails = np.full(len(problem.linked), problem.longest_step)
     np.maximum.at(tails, arrays.group, arrays.tail)

@@ -58,7 +58,7 @@ class AnnealingChain:
         chain.state.end[:] = -chain.instance.tail.max()
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
-        if self._problem.holdings is not None:
+        if self._problem.linking:
             chain.state.deadline[:] = ends_before_last(
                 self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
 

@@ -17,7 +17,7 @@ def finding(known: Incumbent, budget: Budget) -> Iterator[Finder | None]:
     """CP-SAT at work on the longest piece, if it is small enough; ended with the context."""
     index = known.longest
     problem, counts = known.pieces[index].problem, known.pieces[index].problem.grid.microbatches
-    small = problem.holdings is None and problem.operations <= LARGEST_FIND and max(counts) <= MOST_MICROBATCHES
+    small = problem.routes is None and problem.operations <= LARGEST_FIND and max(counts) <= MOST_MICROBATCHES
     if not known.open or budget.stopped or not problem.failed or not small:
         yield None
         return

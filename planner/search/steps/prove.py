@@ -15,7 +15,7 @@ PROOF_SHARE = 0.6
 def provable(known: Incumbent) -> list[int]:
     """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
     return [index for index, piece in enumerate(known.pieces)
-            if piece.problem.holdings is None and _options(piece.problem) <= LARGEST_MODEL]
+            if piece.problem.routes is None and _options(piece.problem) <= LARGEST_MODEL]
 
 
 def prove(known: Incumbent, budget: Budget) -> Incumbent:

@@ -9,7 +9,7 @@ from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.components import by_runner
 from planner.model.decompose import NOBODY, decompose, joined_pieces
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import problem_of_layout
 from planner.search.budget import Budget
 from planner.search.steps.bound import divided
 from planner.search.steps.list_schedules import list_schedules

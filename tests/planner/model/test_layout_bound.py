@@ -10,9 +10,8 @@ from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.bounds import whole_fill
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
-from planner.model.from_layout import problem_of_layout
-from planner.model.layout_bound import LayoutBound
+from planner.model.from_job import build_problem, problem_of_layout
+from planner.model.layout_bound import LayoutBound, can_bound
 from planner.search.budget import Budget
 from planner.search.list_scheduler import StuckError
 from planner.search.solve import solve, solved_by
@@ -53,7 +52,7 @@ def test_no_list_schedule_of_a_layout_undercuts_its_bound(seed):
 def test_micro_batches_that_are_too_few_to_fill_are_counted():
     """The first worker runs 4 F of 4 ticks while its first micro-batch makes a round trip of 3 x (4 + 1 + 4 + 1)."""
     job = layered(1, 4, 4)
-    problem = next(problem for problem in problems(job, []) if problem.interleaved)
+    problem = next(problem for problem in problems(job, []) if can_bound(problem))
     work = 4 * 12 + 2
     bound = LayoutBound([piece.problem for piece in decompose(problem)])
     ticks = problem.tick_seconds

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from runtime.model.part_state import elements_of, trained
-from runtime.model.parts import cut
+from runtime.model.state.part_state import elements_of, trained
+from runtime.model.state.parts import cut
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.transfers import CommunicationError

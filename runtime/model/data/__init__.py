@@ -1,0 +1,8 @@
+"""What a run trains on.
+
+    data              text, cut into micro-batches; whose data they are
+    token_data        tokens, read epoch by epoch
+    token_file        files of tokens, mapped
+    tokenized_text    text as tokens
+    sample_order      the order of an epoch, computed and not kept
+"""
