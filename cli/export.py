@@ -43,7 +43,8 @@ DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="
     "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
     "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
 TitanVersion = Annotated[str, typer.Option(
-    "--titan-version", metavar="VERSION", autocompletion=completing(*HEADS), help=f"torchtitan: the version that the flags are for: {', '.join(HEADS)}.")]
+    "--titan-version", metavar="VERSION", autocompletion=completing(*HEADS),
+    help=f"torchtitan: the version that the flags are for: {', '.join(HEADS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
     "torch-csv: write to this file, not to stdout."))]
 

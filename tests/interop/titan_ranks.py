@@ -62,7 +62,8 @@ def run(folder: Path) -> None:
     schedule, parts, first, last = pipeline_llm(
         model(config), parallel_dims=dims, training=config.training, parallelism=config.parallelism,
         compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder="",
-        device=torch.device("cpu"), model_config=config.model_spec.model, parallelize_fn=lambda part, **_: part, loss_fn=loss)
+        device=torch.device("cpu"), model_config=config.model_spec.model, parallelize_fn=lambda part, **_: part,
+        loss_fn=loss)
     value, target = tokens(config.training.local_batch_size, config.model_spec.model.vocab_size)
     schedule.step(*([value] if first else []), target=target if last else None, losses=[] if last else None,
                   return_outputs=False)
