@@ -10,6 +10,7 @@ import msgspec
 
 from planner.layout.types import MicroBatch
 from planner.model.unions import joined
+from schedules.errors import NoScheduleError
 from schedules.layers import LayerRange
 from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
 
@@ -17,7 +18,7 @@ UNLIMITED = 2**40
 """Room of a worker where memory is unlimited."""
 
 
-class NoPlanError(Exception):
+class NoPlanError(NoScheduleError):
     """No schedule can exist; the message says why."""
 
 
