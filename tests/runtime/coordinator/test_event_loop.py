@@ -311,8 +311,8 @@ def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, mo
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
     monkeypatch.setattr(BoundaryPlanner, "look", lambda planner: looked.append(planner))
-    setup = replace(SETUP, iterations=200, heartbeat_timeout_seconds=1000.0)
+    setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)
     world.play()
-    assert world.log.next_iteration == 200 and len(looked) < 200 + 100, "one of three reports commits"
+    assert world.log.next_iteration == 90 and len(looked) < 90 + 60, "one of three reports commits"
