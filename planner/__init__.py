@@ -5,7 +5,9 @@
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
     degraded     workers that go on as half their processes
-    portfolio    the best of whole micro-batches, slices and moved layers
+    portfolio    what answers a failure: whole micro-batches, slices, moved layers
+    params       what steers a search
+    budget       what a search may use: seconds or counted steps, a seed
     repetition   many micro-batches as a plan of fewer, again and again
     reference    the fault-free period that plans are compared with
     normalise    chooses which roles stay vacant, for a number of failures

@@ -9,7 +9,7 @@ from planner.job.file import read_job
 from planner.plan import plan_job
 from planner.search import compiled
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = "pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
 LINE = "compiling the planner's inner loops"
