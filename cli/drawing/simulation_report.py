@@ -20,7 +20,8 @@ MORE_COLOURS = ("#4b0082", "#2f4f4f", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
-    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444",
+    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444", Cause.SLOW: "#8c6d31",
+    Cause.LINKS: "#bd9e39",
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f23; background: #fff; max-width: 1000px; margin: 2rem auto;

@@ -155,4 +155,5 @@ def _require_sense(kind: SlowKind) -> None:
 
 def _require_few(expected: float) -> None:
     if expected > MOST:
-        raise ValueError(f"about {expected:.2g} failures would have to be drawn; expected at most {MOST:.0g}")
+        raise ValueError(f"about {expected:.2g} failures would have to be drawn; expected at most "
+                         f"{MOST / 1e6:g} million")
