@@ -98,8 +98,7 @@ class Assignment:
         problem, groups = self._problem, defaultdict(list)
         for index, line in enumerate(self._lines):
             if line.cut:
-                shape = tuple((problem.slowness(worker), problem.room_of(worker), problem.holds[worker])
-                              for worker in line.workers)
+                shape = tuple(problem.workers[worker] for worker in line.workers)
                 part = () if self._free else tuple(self._profile(index))
                 groups[shape, part].append(index)
         return [tuple(copies) for copies in groups.values()]

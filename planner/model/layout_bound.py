@@ -100,7 +100,7 @@ class LayoutBound:
             self._read(number, piece, hosts[number] if hosts else None)
         self._sharers = [[place for place in self._work if self._group(pieces, place) in groups]
                          for _, groups in self._problem.reductions]
-        self._step = {place: pieces[place[0]].workers[place[1]].step for place in self._work}
+        self._step = {place: pieces[place[0]].step(place[1]) for place in self._work}
         self._starts = {route[0].place for route in self._routes}
 
     def period(self, low: int, high: int, over: Callable[[], bool] = lambda: False) -> int:
