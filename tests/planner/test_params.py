@@ -1,9 +1,11 @@
 """What steers a search: read from a file, refused in one line, and really used; what a search says that it tried."""
 
+import threading
+
 import msgspec
 import pytest
 
-from planner.budget import Budget, Tally
+from planner.budget import Budget, Clock, End, Tally
 from planner.model.from_job import build_problem
 from planner.options import PlanOptions
 from planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, ParamsError, SearchParams, read_params
@@ -98,3 +100,20 @@ def test_what_threads_have_tried_is_added_up():
     one.join(other)
     assert one.tried["list schedules: random steps"] == 7 and one.helped["list schedules: random steps"] == 3
     assert one.techniques == ["list schedules"]
+
+
+def test_why_a_search_ends_is_told():
+    problem = build_problem(JOB, DOWN)
+
+    def ended(method, steps, **how):
+        budget = msgspec.structs.replace(Budget.of_steps(steps), **how)
+        return solve(problem, method, budget).end
+
+    stopped = threading.Event()
+    stopped.set()
+    assert ended("cp-sat", 100_000) is End.STEPS and ended("greedy", 5_000) is End.STEPS
+    assert ended("greedy", 10_000_000) is End.STALE
+    assert ended("cp-sat", 100_000, stop=stopped) is End.INTERRUPT
+    now = Clock().now()
+    assert ended("cp-sat", 0, clock=Clock(), deadline=now) is End.SECONDS
+    assert solve(build_problem(grid(2, 2, 4)), "cp-sat", Budget.of_steps(4_000_000)).end is End.BOUND
