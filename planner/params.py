@@ -115,7 +115,7 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CP-SAT: proofs, and plans for small pieces."""
+    """CP-SAT: proofs, and better plans of small pieces."""
 
     largest_proof: Count = 1500
     """Ops, counted once for each possible host, up to which CP-SAT improves a piece and proves it optimal."""
@@ -123,12 +123,6 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of the time that is left, for each piece."""
     hint_cycles: AtLeastOne = 3
     """Cooling cycles of annealing that make a good hint for it."""
-    largest_found: Count = 4000
-    """Ops up to which CP-SAT looks for a plan from scratch, beside annealing,"""
-    most_microbatches: Count = 12
-    """where no pipeline has more micro-batches than this."""
-    find_share: Share = 0.6
-    """Of the time after list schedules, for that."""
 
 
 class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,10 +148,6 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Ops of the pieces of a layout up to which it is."""
     beyond: Factor = 1.003
     """Up to how many times the period of the best candidate a bound of another one is sought."""
-    assignment_seconds: Number = 2.0
-    """For the exact assignment of layers, at most;"""
-    assignment_share: Share = 0.2
-    """and of the time for list schedules."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))

@@ -3,7 +3,7 @@
 A candidate is a problem in which it is decided which layers each worker holds, and which slices micro-batches are cut
 into. First a few list schedules of each say which are worth more time. The best few of the layouts have many more, then
 the best few of all are annealed in turns, fewer each time, until one has the rest of the time (successive halving),
-and CP-SAT beside and after annealing where it is small. A job with one candidate takes the same way.
+and CP-SAT after a little annealing where it is small. A job with one candidate takes the same way.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
 from planner.search.list_schedules import list_schedules, on_one_clock
 from planner.search.proposals import Proposals
-from planner.search.prove import finding, provable, prove, take_found
+from planner.search.prove import provable, prove
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -81,20 +81,11 @@ def _baseline(problem: Problem, method: Method) -> Solved:
 
 
 def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Annealing, beside it CP-SAT from scratch, then CP-SAT from the best so far, then annealing for the rest.
-
-    Where CP-SAT has nothing to do, the first annealing takes all of the time.
-    """
-    small = bool(provable(known, params.cp_sat))
-    with finding(known, budget.share(params.cp_sat.find_share), params.cp_sat) as finder:
-        within = budget.until(finder.budget.deadline) if finder else budget
-        known = anneal(known, within, params.annealing, params.cp_sat.hint_cycles if small else None)
-        if finder:
-            known = take_found(known, finder, budget)
-    if small or finder:
-        known = prove(known, budget, params.cp_sat)
-        known = anneal(known, budget, params.annealing)
-    return known
+    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
+    if not provable(known, params.cp_sat):
+        return anneal(known, budget, params.annealing)
+    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
+    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
 
 
 class _Engine:
@@ -198,8 +189,7 @@ class _Engine:
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
-        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
-        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
+        made = proposals.layouts(params.fine_rate * budget.seconds)
         left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if proposals.moving else left
