@@ -20,6 +20,7 @@ from runtime.model.layers.worker_group import worker_group
 from runtime.model.ranks.own_ranks import summed_by_rank
 from runtime.model.ranks.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
+from runtime.model.state.clipping import squares_of
 from runtime.model.state.copied_sums import CopiedSums
 from runtime.model.state.digest import parameter_digest
 from runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
@@ -228,8 +229,7 @@ class Holding:
         found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
-        return float(torch.stack(norms).square().sum().item()) if norms else 0.0
+        return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
 
     def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
         if not keeps_parts(self._config):
