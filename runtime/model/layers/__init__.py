@@ -1,6 +1,7 @@
 """Models as lists of layers.
 
     layered_model     what the runtime asks of a model
+    unfilled          layers that are built to be filled with somebody's state
     calling           what a layer is given, and what it may add to the loss
     split             the backward in two: I and W
     sharing           parameters that several layers share

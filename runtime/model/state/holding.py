@@ -16,6 +16,7 @@ from runtime.model.layers.distributed_tensors import with_local_parameters
 from runtime.model.layers.layered_model import LayeredModel, parameter_dtype
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
+from runtime.model.layers.unfilled import moved, unfilled
 from runtime.model.layers.worker_group import worker_group
 from runtime.model.ranks.own_ranks import summed_by_rank
 from runtime.model.ranks.rank_optimizers import RankOptimizers
@@ -268,8 +269,14 @@ def _stands_for() -> int:
     return 1 if group is None else group.stands_for
 
 
-def built(model: LayeredModel, layer: int) -> nn.Module:
-    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed."""
+def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
+    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed.
+
+    Unless it is `filled`, its parameters hold anything, and its state is to be loaded.
+    """
+    if not filled:
+        with unfilled(), torch.no_grad():
+            return moved(with_local_parameters(model.build(layer)), model.device)
     with GENERATORS, torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies(layer).items():
@@ -278,9 +285,9 @@ def built(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
-                  kind: type[Holding] = Holding) -> Holding:
-    """Layers as they are before the first iteration."""
-    modules, sharing = {layer: built(model, layer) for layer in layers}, sharing_of(model)
+                  kind: type[Holding] = Holding, *, filled: bool = True) -> Holding:
+    """Layers as they are before the first iteration; unless `filled`, their states are to be loaded."""
+    modules, sharing = {layer: built(model, layer, filled=filled) for layer in layers}, sharing_of(model)
     for layer, module in modules.items():
         _keep_whole(layer, module, config, sharing)
     return kind(modules, config, sharing)

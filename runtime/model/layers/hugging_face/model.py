@@ -18,6 +18,7 @@ from runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, He
 from runtime.model.layers.hugging_face.layers import router_of as router_of
 from runtime.model.layers.hugging_face.parallel import cut_over, plan_for
 from runtime.model.layers.hugging_face.weights import Weights
+from runtime.model.layers.unfilled import is_unfilled
 from runtime.model.layers.worker_group import worker_group
 from runtime.model.seeds import derive_seed, seeded
 
@@ -62,7 +63,7 @@ class HuggingFace:
             module = self._made(layer).train()
             if torch.get_default_device().type != "meta":
                 self._initialise(module)
-                if self._weights is not None:
+                if self._weights is not None and not is_unfilled():
                     self._load(module, layer, self._weights)
         group = worker_group()
         if group is not None and isinstance(module, DecoderLayer):
