@@ -57,7 +57,8 @@ class _CrossEntropy(torch.autograd.Function):
         count = counted_N.sum()
         ctx.save_for_backward(logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count)
         ctx.rows = rows
-        return ((total_N.log() - found_N) * counted_N).sum() / count
+        loss: Tensor = ((total_N.log() - found_N) * counted_N).sum() / count
+        return loss
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:

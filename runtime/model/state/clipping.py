@@ -15,7 +15,7 @@ CHUNK = 2**22
 def squares_of(gradient: Tensor) -> Tensor:
     """The sum of squares, in float64; no whole copy of the gradient is made."""
     flat = gradient.detach().reshape(-1)
-    sums = [chunk.double().square().sum() for chunk in flat.split(CHUNK)]
+    sums = [chunk.double().square().sum() for chunk in torch.split(flat, CHUNK)]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 
