@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from cli.shared.console import answer_no, err, out, print_json, refuse
 from cli.shared.degraded_workers import may_degrade, with_less_room
 from cli.shared.device_peak import peak_flops
-from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import (
     done_without_this_node,
     how_to_resume,
@@ -32,7 +31,6 @@ from cli.shared.launch_options import given_secret_or_refuse, launched_as, with_
 from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
-from cli.shared.rebalancing import Rebalancing
 from cli.shared.rehearsals import read_rehearsals
 from cli.shared.run_progress import shown
 from cli.shared.train_answer import report, summary
@@ -63,6 +61,7 @@ from cli.shared.train_options import (
     Tensorboard,
     TrainingSeed,
 )
+from planner.failures import FailurePlanner
 from planner.job.file import Job
 from planner.options import LAYERS, PlanOptions
 from planner.recompute import chooses_recomputation
@@ -165,13 +164,14 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
         chosen, fault_free = _looked_up_or_planned(wanted, down, loaded, options)
     placed = with_machines(wanted, chosen, here)
+    planner = FailurePlanner(placed, chosen, loaded, progress=_say)
     resilience = Resilience(
-        scheduler=scheduler(placed, chosen, loaded), at_speeds=scheduler_at_speeds(placed, chosen, loaded),
+        scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
         node_failures=rehearsals.node_failures, returns=rehearsals.returns, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        rebalancer=Rebalancing(placed, chosen, loaded), with_degraded=with_less_room(placed, chosen, loaded),
+        with_degraded=with_less_room(placed, chosen, loaded),
         degradable=may_degrade(wanted, config, _say),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \

@@ -24,7 +24,7 @@ from planner.layout.bisection import least_limit
 from planner.layout.bounds import ticks_of_work, work_bound
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 LEAST_SHARE = Fraction(1, 4)

@@ -8,7 +8,7 @@ import numpy as np
 from planner.layout.types import MicroBatch
 from planner.model import start_times
 from planner.model.arrays import Ints, ProblemArrays
-from planner.model.closing import closing_key, closing_programs
+from planner.model.closing import closing_programs
 from planner.model.decompose import NOBODY, Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
@@ -109,7 +109,7 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                     method=method)
 
 
-def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker, Program]:
+def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those that are equal in several copies are one object."""
     piece, arrays = timed.piece, timed.arrays
     kinds, row_of = piece.problem.kinds, timed.arrays.ops.worker.tolist()
@@ -153,9 +153,9 @@ def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[Micro
 
 
 def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
-            closing: Mapping[int, Program]) -> tuple[Program, Sequence[int]]:
+            closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
     """The compute ops of a worker, with the closing ops behind those that end before them; and where each now is."""
-    last = closing[closing_key(problem, worker)]
+    last = closing[problem.group(worker)]
     if not problem.interleaved:
         return (*body, *last), range(len(body))
     program: list[ProgramOp] = []

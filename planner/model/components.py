@@ -7,7 +7,8 @@ import msgspec
 
 from planner.layout.types import MicroBatch
 from planner.model.problem import Leg, Problem
-from schedules.schedule import Slow, Worker
+from planner.model.unions import joined
+from schedules.schedule import Worker
 
 
 def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
@@ -57,34 +58,20 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
 def _joined_pipelines(problem: Problem) -> list[list[int]]:
     """The pipelines of each piece."""
-    above = list(range(problem.grid.pipelines))
-
-    def top(pipeline: int) -> int:
-        while above[pipeline] != pipeline:
-            above[pipeline] = pipeline = above[above[pipeline]]
-        return pipeline
-
-    for batch, route in (problem.routes or {}).items():
-        for leg in route:
-            if leg.worker.pipeline != batch.pipeline:
-                first, second = top(batch.pipeline), top(leg.worker.pipeline)
-                above[max(first, second)] = min(first, second)
-    busy = [top(batch.pipeline) for batch in problem.routes or {}]
-    for pipeline in set(map(top, range(problem.grid.pipelines))).difference(busy):
-        above[pipeline] = min(busy)
+    routes = problem.routes or {}
+    first = joined(problem.grid.pipelines, {(batch.pipeline, leg.worker.pipeline) for batch, route in routes.items()
+                                            for leg in route})
+    busy = {first[batch.pipeline] for batch in routes}
     found: dict[int, list[int]] = defaultdict(list)
-    for pipeline in range(problem.grid.pipelines):
-        found[top(pipeline)].append(pipeline)
+    for pipeline, one in enumerate(first):
+        found[one if one in busy else min(busy)].append(pipeline)
     return list(found.values())
 
 
 def _own(problem: Problem, pipeline: int) -> tuple[object, ...]:
     """What a pipeline's workers are and hold."""
-    slow, holdings = problem.times.per_mille_of, problem.holdings or {}
-    workers = [Worker(pipeline, column) for column in range(problem.grid.columns)]
-    return (problem.grid.microbatches[pipeline], tuple((holdings[worker].group, holdings[worker].room)
-                                                       if worker in holdings else None for worker in workers),
-            tuple(slow.get(worker) for worker in workers))
+    return problem.grid.microbatches[pipeline], tuple(problem.workers.get(Worker(pipeline, column))
+                                                      for column in range(problem.grid.columns))
 
 
 def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
@@ -98,25 +85,14 @@ def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
 def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
     """The problem of some pipelines alone, numbered anew in their order."""
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
-
-    def renamed(worker: Worker) -> Worker:
-        return Worker(number[worker.pipeline], worker.column)
-
     grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
                                    microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
-    slow = tuple(sorted((Slow(renamed(slow.worker), slow.per_mille) for slow in problem.times.slow
-                         if slow.worker.pipeline in number), key=lambda slow: slow.worker))
-    part = msgspec.structs.replace(
-        problem, grid=grid, times=msgspec.structs.replace(problem.times, slow=slow),
-        failed=frozenset(Worker(number[pipeline], column) for pipeline in pipelines for column in range(grid.columns)
-                         if Worker(pipeline, column) in problem.failed))
-    if problem.holdings is None or problem.routes is None:
+    part = msgspec.structs.replace(problem, grid=grid, workers={
+        Worker(number[pipeline], column): problem.workers[Worker(pipeline, column)]
+        for pipeline in pipelines for column in range(grid.columns) if Worker(pipeline, column) in problem.workers})
+    if problem.routes is None:
         return part
-    return msgspec.structs.replace(
-        part,
-        holdings={Worker(number[pipeline], column): problem.holdings[Worker(pipeline, column)]
-                  for pipeline in pipelines for column in range(grid.columns)
-                  if Worker(pipeline, column) in problem.holdings},
-        routes={MicroBatch(number[pipeline], microbatch): tuple(
-            Leg(leg.slice, renamed(leg.worker)) for leg in problem.routes[MicroBatch(pipeline, microbatch)])
-            for pipeline in pipelines for microbatch in range(problem.grid.microbatches[pipeline])})
+    return msgspec.structs.replace(part, routes={MicroBatch(number[pipeline], microbatch): tuple(
+        Leg(leg.slice, Worker(number[leg.worker.pipeline], leg.worker.column))
+        for leg in problem.routes[MicroBatch(pipeline, microbatch)])
+        for pipeline in pipelines for microbatch in range(problem.grid.microbatches[pipeline])})

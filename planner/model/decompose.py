@@ -60,7 +60,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
         renamed, names = by_runner(problem) if problem.grid.chains == 1 else (problem, None)
         return tuple(Piece(problem=part_of(renamed, copies[0]), copies=tuple(copies), names=names)
                      for copies in components(renamed))
-    if problem.times.slow:
+    if problem.slow:
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:
