@@ -40,6 +40,7 @@ from cli.shared.train_options import (
     CheckpointEvery,
     CoordinatorTimeout,
     Dtype,
+    FaultsPerHour,
     Force,
     Grace,
     HeartbeatTimeout,
@@ -72,6 +73,7 @@ from runtime.coordinator.tensorboard import require_package
 from runtime.launch import Resilience, RunError, RunOptions, run
 from runtime.model.checkpoints.checkpoint import CheckpointError
 from runtime.node_agent import NodeJob, join
+from runtime.processes.faults import FAULTS_PER_HOUR
 from runtime.processes.launchers import Launched, announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
@@ -92,7 +94,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
           nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
           ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
-          bring_back: BringBack = None, slow: Slow = None, heartbeat_timeout: HeartbeatTimeout = 5.0,
+          bring_back: BringBack = None, slow: Slow = None, faults_per_hour: FaultsPerHour = FAULTS_PER_HOUR,
+          heartbeat_timeout: HeartbeatTimeout = 5.0,
           join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
           coordinator_timeout: CoordinatorTimeout = COORDINATOR_TIMEOUT_SECONDS,
           stall_timeout: StallTimeout = STALL_TIMEOUT_SECONDS, grace: Grace = GRACE_SECONDS,
@@ -169,7 +172,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
-        node_failures=rehearsals.node_failures, returns=rehearsals.returns, join_timeout_seconds=join_timeout,
+        node_failures=rehearsals.node_failures, returns=rehearsals.returns,
+        faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
         with_degraded=with_less_room(placed, chosen, loaded),
         degradable=may_degrade(wanted, config, _say),
