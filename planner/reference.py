@@ -1,7 +1,7 @@
 """The fault-free period, which plans with failures are compared with: that of whole stages in place, all workers alive.
 
-Plans of other kinds, in which layers have moved or micro-batches are cut, say nothing about it. It is planned before anything else, and kept by callers from plan to plan (`reference_key`): a poor one makes failures
-look cheap.
+Plans of other kinds, in which layers have moved or micro-batches are cut, say nothing about it. It is planned before
+anything else, and kept by callers from plan to plan (`reference_key`): a poor one makes failures look cheap.
 """
 
 import hashlib
