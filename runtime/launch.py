@@ -183,9 +183,9 @@ class _Launch:
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard))
+                                                         options.tensorboard, options.notify))
             event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
-                                                     both(metrics.observe, options.observe)))
+                                                     both(metrics.observe, options.observe), options.notify))
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
@@ -195,7 +195,7 @@ class _Launch:
             alive = [worker for worker, one in found.items() if one.whole]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, options.notify)),
                 self._processes(fork_server, opened, settings, found if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.push(partial(_unless_failed, forget_left_behind, out))
