@@ -255,6 +255,7 @@ class _Launch:
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
                               self.resilience.node_failures, degradable=self._degradable(),
+                              faults_per_hour=self.resilience.faults_per_hour,
                               without={worker: one.without for worker, one in (found or {}).items()
                                        if one.without is not None})
 

@@ -75,6 +75,18 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
     return np.concatenate(parts)
 
 
+def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
+    """Seconds from one iteration to the next when workers take `speeds` times as long as usual.
+
+    The order of each worker's ops stays; ops wait for each other as in the runtime.
+    """
+    known = schedule.times.per_mille_of
+    slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
+    if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
+        return schedule.seconds(schedule.period_ticks)
+    return float(replay(schedule, Noise(slow=slow), replays=1)[0])
+
+
 def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: float, free: Floats, spread: float,
              random: np.random.Generator) -> None:
     """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""

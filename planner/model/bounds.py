@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from planner.layout.types import UNLIMITED
 from planner.model.drain import Room, most_left
-from planner.model.problem import UNLIMITED, Problem
+from planner.model.problem import Problem
 from planner.model.shared_bounds import Named, shared_bounds
 from schedules.schedule import OpKind
 

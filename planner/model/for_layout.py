@@ -6,8 +6,9 @@ from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.job.shared_state import with_shared_state
 from planner.layout.problem import LayersMode, LayoutProblem
+from planner.layout.types import Held
 from planner.model.from_job import grid_of
-from planner.model.holdings import Held
+from planner.model.holdings import live_workers
 from planner.model.problem import NoPlanError
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Worker
@@ -29,20 +30,15 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
     live = [worker for worker in grid.workers() if worker not in set(failed)]
     if not live:
         raise NoPlanError("all workers are down")
-    usual = grid.held_by_column
-    weights = memory.weights if memory else ()
     return LayoutProblem(
         forward=times.forward[stages:], backward_input=times.backward_input[stages:],
         backward_weight=times.backward_weight[stages:], transfer=times.transfer,
         optimizer=tuple(round(value / tick) for value in costs.optimizer), all_reduce=times.all_reduce[stages:],
         activation=memory.activation[stages:] if memory else (),
         weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
-        weights=weights, per_mille={worker: ticks for worker, ticks in times.per_mille_of.items() if worker in live},
-        room={worker: memory.beside(worker, worker.column) + sum(sum(weights[first:end])
-                                                                 for first, end in usual[worker.column])
-              for worker in live} if memory else None,
+        weights=memory.weights if memory else (), workers=live_workers(grid, times, memory, {
+            worker: (holds or {}).get(worker, grid.held_by_column[worker.column]) for worker in live}),
         microbatches=grid.microbatches, layers=layers,
-        holds={worker: (holds or {}).get(worker, usual[worker.column]) for worker in live},
         from_checkpoint=from_checkpoint, sliced=sliced,
         paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
                     for chain in range(grid.chains)))

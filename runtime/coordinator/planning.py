@@ -13,14 +13,11 @@ from msgspec.structs import replace
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
 from runtime.events import Phase, PlanAnswered, PlanAsked
+from schedules.errors import NoScheduleError as NoScheduleError
 from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
-
-
-class NoScheduleError(RuntimeError):
-    """There is no schedule for these failures. The message is one line, or empty where failures end the run."""
 
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]

@@ -16,7 +16,7 @@ from runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on
 from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
 from runtime.model.layers.sharing import sharing_of
 from runtime.model.passed import Value
-from runtime.model.state.clipping import clip_factor
+from runtime.model.state.clipping import clip_factor, squares_of
 from runtime.model.state.digest import parameter_digest
 from runtime.model.state.learning_rate import scale
 from runtime.model.state.optimizer import build_optimizer
@@ -110,7 +110,7 @@ class MasterWeights:
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of each layer's gradients."""
-        return {index: sum(parameter.grad.double().square().sum().item() for parameter in layer.parameters()
+        return {index: sum(squares_of(parameter.grad).item() for parameter in layer.parameters()
                            if parameter.grad is not None) for index, layer in enumerate(self._layers)}
 
     def step(self, iteration: int, factor: float) -> None:

@@ -88,8 +88,8 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
     """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
     training = spec.settings.config.training
 
-    def build(layers: Iterable[int]) -> Holding:
-        return build_holding(model, layers, training)
+    def build(layers: Iterable[int], *, filled: bool) -> Holding:
+        return build_holding(model, layers, training, filled=filled)
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
@@ -112,7 +112,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharin
         return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
 
     def build(rank: int, layer: int) -> Holding:
-        return _built_at(spec, device, rank, [layer])
+        return _built_at(spec, device, rank, [layer], filled=False)
 
     told = AllUpToDate(events, ranks)
     stores = store.by_rank if keeps_parts(training) else [store] * ranks
@@ -126,12 +126,12 @@ def _ranks(spec: WorkerSpec) -> range:
 
 
 def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int],
-              kind: type[Holding] = Holding) -> Holding:
-    """Layers as a rank of a whole worker has them."""
+              kind: type[Holding] = Holding, *, filled: bool) -> Holding:
+    """Layers as a rank of a whole worker has them; unless `filled`, their states are to be loaded."""
     config, training = spec.settings.config, spec.settings.config.training
     with standing_in(training.tensor_parallel, rank):
         model = model_for(config.model, training.seed, parameter_dtype(training), device)
-        return build_holding(model, layers, training, kind)
+        return build_holding(model, layers, training, kind, filled=filled)
 
 
 class _FetchReports(ReceiverEvents):

@@ -19,7 +19,7 @@ from schedules.check import check
 from schedules.codec import read
 from tests.patience import SECONDS
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = """
 pipelines = 3

@@ -13,6 +13,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.model.layers.worker_group import first_rank
+from runtime.model.state.clipping import squares_of
 from runtime.model.state.parameter_groups import grouped
 from runtime.model.state.undoable_steps import UndoableSteps
 
@@ -41,7 +42,7 @@ class UndoableOptimizer(UndoableSteps):
 
         What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
-        layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
+        layers = [(layer, [squares_of(parameter.grad) for name, parameter in trained.items()
                            if parameter.grad is not None and self._counts(layer, name)])
                   for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]

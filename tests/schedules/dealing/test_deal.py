@@ -112,9 +112,9 @@ def test_order_counts_beyond_even_totals():
 def test_costs_by_stage_are_those_of_its_slices():
     made = plan_job(grid(2, 2, 2), method="greedy", time_limit=1).schedule
     costs = np.ones((4, 2, 3))
-    plain = Dealer(made).deal(costs, seed=0, swaps=0).before_ticks
+    assert Dealer(made).deal(costs, seed=0, swaps=0).before_ticks <= made.period_ticks < 2 * 3 * 3
     costs[:, 1] = 3.0
-    assert Dealer(made).deal(costs, seed=0, swaps=0).before_ticks >= plain + 2 * 2 * 3
+    assert Dealer(made).deal(costs, seed=0, swaps=0).before_ticks >= 2 * 3 * 3
 
 
 def test_iterations_in_a_row_take_what_the_planned_ones_do():
