@@ -16,7 +16,7 @@ from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Worker
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 COLUMN = {OpKind.F: 0, OpKind.I: 1, OpKind.W: 2}
 
