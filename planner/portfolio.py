@@ -17,8 +17,7 @@ from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
 from planner.layout.types import Layout
 from planner.model.bounds import exact_bound
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import problem_of_layout
+from planner.model.from_job import layout_problem, problem_of_layout
 from planner.model.problem import Problem
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions

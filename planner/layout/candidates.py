@@ -29,8 +29,8 @@ LARGEST_SHARED = 100_000
 PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
 """Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
 which it is."""
-APART, FINEST, LARGEST_FINEST = 3, 6, 10_000
-"""The same for micro-batches that are `apart`: thirds are the best most often; what is small in sixths, too."""
+SEPARATE, FINEST, LARGEST_FINEST = 3, 6, 10_000
+"""The same for micro-batches that are `separate`: thirds are the best most often; what is small in sixths, too."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
@@ -87,17 +87,17 @@ def _moved(problem: LayoutProblem, assigned: Callable[[LayoutProblem], Layout | 
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
-    if fits(APART):
-        yield recut(apart=True, parts=APART)
+    if fits(SEPARATE):
+        yield recut(separate=True, parts=SEPARATE)
     if fits(HALVES):
-        yield recut(apart=True, parts=HALVES)
+        yield recut(separate=True, parts=HALVES)
         yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
     if fits(PARTS):
-        yield recut(apart=True, parts=PARTS)
+        yield recut(separate=True, parts=PARTS)
     if fits(FINEST, LARGEST_FINEST):
-        yield recut(apart=True, parts=FINEST)
+        yield recut(separate=True, parts=FINEST)
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
@@ -142,14 +142,14 @@ def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layo
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, apart: bool = False, parts: int = 0) -> Layout | None:
+           anywhere: bool = False, separate: bool = False, parts: int = 0) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
     found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere,
-                    apart=apart).least()
+                    separate=separate).least()
     if found is None:
         return None
-    where = " anywhere" if anywhere else " apart" if apart else ""
+    where = " anywhere" if anywhere else " separately" if separate else ""
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)

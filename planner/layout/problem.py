@@ -125,18 +125,18 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def stagger(self, first: int, last: int) -> int:
         """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
 
-        As long as the stages' reductions are apart: a slice over both is done before the first of them, and its worker
-        then waits for the second.
+        So far apart are their reductions: a slice over both is done before the first of them, and its worker then waits
+        for the second.
         """
         return self._staggered[last] - self._staggered[first]
 
     @cached_property
     def _staggered(self) -> tuple[int, ...]:
         """[layer] ticks from the start of the first stage to that of the stage that holds it."""
-        apart = [0] * (self.layer_count + 1)
+        between = [0] * (self.layer_count + 1)
         for (low, high), _ in self.paths[0]:
-            apart[high] += self.transfer + self.sums.forward[high] - self.sums.forward[low]
-        return tuple(accumulate(apart))
+            between[high] += self.transfer + self.sums.forward[high] - self.sums.forward[low]
+        return tuple(accumulate(between))
 
     def most(self, layer: int) -> int:
         """The most that a micro-batch ever holds of a layer: its activation, or after its I its stash."""

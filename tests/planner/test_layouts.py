@@ -11,8 +11,7 @@ from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem, problem_of_layout
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from planner.options import PlanOptions
 from planner.plan import plan_only, plan_with
 from planner.search.engine import solve

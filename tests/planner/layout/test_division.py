@@ -77,7 +77,7 @@ def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_c
 def test_micro_batches_spread_apart_have_lines_of_their_own(pipelines, failed, items, sets, load):
     given = problem(pipelines, 8, 16, 8, failed=failed, transfer=1, optimizer=0)
     lines = lines_of(given)
-    least, division = Divider(given, lines, apart=True).least()
+    least, division = Divider(given, lines, separate=True).least()
     assert division.items == items and least <= load * 8 * 30
     layout = layout_of(given, lines, division, "")
     assert_valid(given, layout)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from planner.budget import Budget
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
-from planner.model.components import by_runner
-from planner.model.decompose import NOBODY, decompose, joined_pieces
+from planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
 from planner.model.from_job import problem_of_layout
 from planner.search.bound import divided
 from planner.search.list_schedules import list_schedules

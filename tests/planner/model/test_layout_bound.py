@@ -9,8 +9,7 @@ from planner.layout.candidates import candidates
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.bounds import whole_fill
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem, problem_of_layout
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from planner.model.layout_bound import LayoutBound, can_bound
 from planner.search.bound import divided
 from planner.search.engine import solve

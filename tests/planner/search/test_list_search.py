@@ -14,8 +14,7 @@ from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem, problem_of_layout
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from planner.model.start_times import solution_period
 from planner.params import DEFAULTS
 from planner.search.assignment import ASSIGNMENT_RULES, assign
