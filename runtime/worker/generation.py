@@ -13,6 +13,7 @@ from runtime.model.state.clipping import watches_gradients
 from runtime.protocol.to_coordinator import Known, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import Communicator
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.membership import Membership
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.replay.transfers import CommunicationError
@@ -47,7 +48,9 @@ class Generation:
         self._connections = Connections(context.lasting_sockets)
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, connections=self._connections,
-                                  activity=self._activity)
+                                  activity=self._activity,
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+        self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._communicator: Communicator | None = None
         self._training: Training | None = None
@@ -163,6 +166,8 @@ class Generation:
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
+        finally:
+            self._part.samples.close()
         self._say_paused(reason)
         if reason is None:
             # Others may still take from these connections what they need for the end of the iteration. Who has not
