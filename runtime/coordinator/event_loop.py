@@ -7,6 +7,7 @@ waits for anything.
 import asyncio
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -33,7 +34,7 @@ from runtime.coordinator.stall_watch import StallWatch
 from runtime.coordinator.take_over import TakeOver
 from runtime.coordinator.worker_connections import WorkerConnections
 from runtime.coordinator.worker_messages import WorkerMessages
-from runtime.errors import RunError
+from runtime.errors import CoordinatorFailedError, RunError, first_line
 from runtime.events import Finished as RunFinished
 from runtime.failure_domains import FailureDomains
 from runtime.processes.fork_server import ForkServerError
@@ -129,7 +130,7 @@ class EventLoop:
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
         """Return when all is done, or the run has ended as it was told to.
 
-        Raises RunError when there is no way to go on.
+        Raises RunError when there is no way to go on, and CoordinatorFailedError where another could.
         """
         self.processes.connect(self._agents.send, self.news.note)
         connected = Server(self._run.secret, self._heard, self._run.notify, MOST_UNKNOWN + len(self._bounds.workers))
@@ -145,7 +146,7 @@ class EventLoop:
             self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
-        anew = False
+        anew = failed = False
         try:
             with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
                 while not self._coordinator.left and not self.out_of_time:
@@ -162,13 +163,18 @@ class EventLoop:
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self.news.how_far(self._log.next_iteration)}"
             raise RunError(error) from None
+        except Exception as unexpected:
+            failed = True
+            traceback.print_exc()
+            raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected
         finally:
-            self._event_log.write(RunFinished(error=error))
             loop.remove_reader(descriptor)
             server.close()
-            await self._agents.announce_end(error, anew=anew)
-            self._workers.close()
-            connected.end()
+            if not failed:
+                self._event_log.write(RunFinished(error=error))
+                await self._agents.announce_end(error, anew=anew)
+                self._workers.close()
+            connected.end()  # after a failure all connections, as when this process dies: all look for another one
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from runtime.config import STANDS_FOR
-from runtime.errors import RunError
+from runtime.errors import CoordinatorFailedError, RunError
 from runtime.processes.faults import Faults
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.found_workers import enough_devices
@@ -69,10 +69,15 @@ class NodeProcesses:
             for worker in () if found else tuple(self._places):
                 self.do(StartWorker(worker, restarted=restarted))
             yield
+        except CoordinatorFailedError:
+            raise  # another one goes on with those that live
         except ForkServerError as error:
-            raise RunError(str(error)) from None
-        finally:
             self._fork_server.kill_all()
+            raise RunError(str(error)) from None
+        except BaseException:
+            self._fork_server.kill_all()
+            raise
+        self._fork_server.kill_all()
 
     def do(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""

@@ -23,6 +23,7 @@ from runtime.worker.activity import Activity
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import RankReceivers, RankSenders
 from runtime.worker.sockets import Sockets
@@ -57,6 +58,7 @@ class WorkerContext:
     by_rank: RankForms
     """As each rank does that it stands for."""
     layer_store: LayerStore
+    memory: DeviceMemory
     checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
