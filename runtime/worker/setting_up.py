@@ -29,6 +29,7 @@ from runtime.torch_private import TCPStore
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.context import WorkerContext, WorkerLink
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -59,6 +60,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
+        memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
         layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),

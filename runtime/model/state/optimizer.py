@@ -49,6 +49,10 @@ class UndoableOptimizer(UndoableSteps):
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
 
+    def state_bytes(self) -> int:
+        """Memory of what the optimizer remembers."""
+        return self._remembered_bytes()
+
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """All that another worker needs to go on with a layer: the tensors themselves, not copies.
 
