@@ -17,7 +17,7 @@ from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
 from planner.portfolio import proposed
 from planner.progress import ProgressCallback, SearchProgress, quiet
-from planner.reference import FaultFree, reference_options
+from planner.reference import FaultFree, is_alike, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
 from planner.search.compiled import ready
@@ -93,16 +93,19 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
                        stop=stop, progress=SearchProgress(
                            lambda line: progress(f"with no worker down, to compare with: {line}")))
         other_speed = speed if options.steps is None else Speed(options.seconds, other)
-        fault_free = _fault_free(options, job, known, aside, other_speed) if failed else known
+        itself = not failed and options.layers == "fixed"
+        fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
         found = _search(options, job, failed, told, speed)
         schedule = found.schedule
-        if failed:
+        alike = is_alike(schedule)
+        if itself and alike:
+            fault_free = _reference(schedule, options).better(known)
+        else:
             # Where the search is over early, the rest of the time goes to the reference.
             rest = msgspec.structs.replace(aside.within(budget.seconds), progress=SearchProgress())
             fault_free = _fault_free(options, job, fault_free, rest, other_speed)
-            fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
-        else:
-            fault_free = _reference(schedule, options).better(known)
+            if fault_free and alike:
+                fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
         evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,

@@ -98,7 +98,7 @@ def _kept(made: Plan) -> str:
         return f"{share}; throughput against fault-free is not known: there was no time to plan that"
     best, least = _range(made.fault_free, made.period)
     if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.close:
-        return f"throughput {best:.1%} of fault-free (period {duration(made.fault_free.period)}), {share}"
+        return f"throughput {best:.1%} of fault-free (layers in place: {duration(made.fault_free.period)}), {share}"
     return f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
 
 
