@@ -71,7 +71,8 @@ def verdict(result: Comparison) -> str:
 
 def described(trace: AvailabilityTrace) -> str:
     """What happens in a trace, in a line."""
-    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.partial_losses, "short of GPUs"))
+    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
+                                        (trace.partial_losses, "short of GPUs"))
             if count for text in (f", {count} times {text}",)]
     lost = f"{trace.removals} worker{'s' * (trace.removals != 1)} lost"
     return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
