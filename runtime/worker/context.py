@@ -16,6 +16,7 @@ from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import ToWorker, Train
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.placement import Placement
 from runtime.torch_private import TCPStore
 from runtime.worker.activity import Activity
@@ -88,6 +89,8 @@ class OrderContext:
     schedule: Schedule
     connections: Connections
     activity: Activity
+    samples: DealtSamples
+    """What the names of the schedule stand for."""
 
     @property
     def worker(self) -> Worker:

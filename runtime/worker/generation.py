@@ -15,6 +15,7 @@ from runtime.model.state.clipping import watches_gradients
 from runtime.protocol.to_coordinator import Known, Note, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import Communicator
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.membership import Membership
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.replay.transfers import CommunicationError
@@ -49,7 +50,9 @@ class Generation:
         self._connections = Connections(context.lasting_sockets)
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, connections=self._connections,
-                                  activity=self._activity)
+                                  activity=self._activity,
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+        self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._communicator: Communicator | None = None
         self._training: Training | None = None
@@ -169,6 +172,8 @@ class Generation:
             reason = self._context.memory.ran_out(self._reports.reached + 1, self._context.layer_store.holding)
             self._context.channel.send(Note(self._context.worker, reason))
             out_of_memory = True
+        finally:
+            self._part.samples.close()
         if out_of_memory:  # and nothing of the iteration is held any more
             self._context.memory.give_back()
         self._say_paused(reason)
