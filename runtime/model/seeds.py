@@ -11,6 +11,8 @@ import torch
 class Generators:
     """torch's default generators, which belong to the process: a lock for threads that seed them, or may.
 
+    Also for those that change torch's default dtype, which belongs to the process, too.
+
     A thread may enter it again. One that is stuck in a call, and that nobody waits for any more
     (`runtime.replay.stuck_calls`), can lose it to the others; it then leaves without a change.
     """

@@ -190,7 +190,7 @@ class Communicator:
         """Wait until all members get here, so that none closes a connection another still reads from."""
         if len(self._ranks) == 1:
             return
-        present = torch.ones(1, device=self._transport_device)
+        present = torch.ones(1, dtype=torch.float32, device=self._transport_device)  # the default's may differ
         with told_in_one_line("waiting for all workers to end"):
             for own_rank in self.own_ranks:
                 self._group(_WORLD, own_rank).allreduce([present.fill_(1.0)]).wait()

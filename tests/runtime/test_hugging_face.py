@@ -1,7 +1,9 @@
 """Models by name: the numbers of transformers' own training, from its files to its files, with failures in between."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 import pytest
@@ -134,6 +136,37 @@ def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server
     ours = loaded(tmp_path / HUGGING_FACE)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=0, atol=1e-9)
+
+
+def test_models_that_threads_make_at_once_leave_the_default_dtype(tmp_path, monkeypatch):
+    """A process that stands for two ranks makes a model for each in a thread of its own, beside collectives."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, "dtype": "float64"}))
+    config, entered, second, over, make = configured(tmp_path / "config.json"), [], Event(), Event(), \
+        transformers.LlamaForCausalLM.__init__
+
+    def slow(*given: object) -> None:
+        """The first waits for the second to begin, if that can, and the second for the first to end."""
+        entered.append(torch.get_default_dtype())
+        if len(entered) == 1:
+            second.wait(0.5)
+        else:
+            second.set()
+            over.wait(10)
+        make(*given)
+
+    def make_model() -> None:
+        model_for(config.model, 0, torch.float64, CPU)
+        over.set()
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", slow)
+    before = torch.get_default_dtype()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for made in [threads.submit(make_model) for _ in range(2)]:
+                made.result()
+        assert entered == [torch.float64] * 2 and torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("kind", "more", "message"), [

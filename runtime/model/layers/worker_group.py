@@ -172,14 +172,15 @@ class WorkerGroup(distributed.ProcessGroup):
     def barrier(self, opts: Any = None) -> distributed.Work:  # noqa: ARG002
         """Wait until all ranks are here."""
         connection = self._connection
-        return self.allreduce(torch.zeros(1, device=None if connection is None else connection.device))
+        return self.allreduce(torch.zeros(
+            1, dtype=torch.float32, device=None if connection is None else connection.device))
 
     def all_ready(self, ready: bool) -> bool:
         """Whether this is so at all ranks, which must ask together."""
         connection = self._connection
         if connection is None:
             return ready
-        found = torch.tensor([float(ready)], device=connection.device)
+        found = torch.tensor([float(ready)], dtype=torch.float32, device=connection.device)
         distributed.all_reduce(found, distributed.ReduceOp.MIN, self)
         return bool(found.item())
 

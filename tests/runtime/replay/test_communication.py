@@ -105,6 +105,26 @@ def test_clocks_of_one_machine_agree(communicators):
     assert all(offsets[0] == 0 for offsets in tries)
 
 
+def test_all_meet_by_tensors_of_one_dtype_whatever_the_default_is(communicators, monkeypatch):
+    """gloo ends the process of a member that is sent more bytes than it has room for."""
+    dtypes = []
+
+    def allreduce(tensors):
+        dtypes.append(tensors[0].dtype)
+        tensors[0].fill_(len(WORKERS))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(communicators[0], "_group", lambda *_: SimpleNamespace(allreduce=allreduce))
+    before = torch.get_default_dtype()
+    try:
+        for default in (torch.float32, torch.float64):
+            torch.set_default_dtype(default)
+            communicators[0].wait_for_all()
+    finally:
+        torch.set_default_dtype(before)
+    assert dtypes[0] == dtypes[1]
+
+
 def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicators):
     _, receiver, peer = communicators
     arriving = receiver.receive((1,), torch.float32, WORKERS[2], 0)

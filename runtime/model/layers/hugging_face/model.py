@@ -20,7 +20,7 @@ from runtime.model.layers.hugging_face.parallel import cut_over, plan_for
 from runtime.model.layers.hugging_face.weights import Weights
 from runtime.model.layers.unfilled import is_unfilled
 from runtime.model.layers.worker_group import worker_group
-from runtime.model.seeds import derive_seed, seeded
+from runtime.model.seeds import GENERATORS, derive_seed, seeded
 
 _RUNNING = ("attn_implementation", "experts_implementation")
 """Keys that say how a model is run."""
@@ -131,8 +131,10 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
 
 
 def sample(config: PreTrainedConfig, index: int, **changes: object) -> PreTrainedModel:
-    """The model with one decoder layer, that at `index`, on the meta device."""
-    with torch.device("meta"):
+    """The model with one decoder layer, that at `index`, on the meta device. May be called from several threads."""
+    # transformers sets torch's default dtype meanwhile, which belongs to the process, as the generators do. Of two
+    # threads that do so at a time, the last to end would leave it changed for good.
+    with GENERATORS, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(single(config, index, **changes))
     return model
 
