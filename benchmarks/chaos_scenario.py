@@ -125,7 +125,8 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
                  "dropout": 0.1}
         data = {**UNEVEN, "options": {"microbatches": list(job.microbatches)}} if more.get("uneven") else {}
         config = parse_run_config(model, {**data, "batch": 1, "dtype": "float64", "device": "cpu",
-                                          "iterations": iterations, "clip_norm": clip_norm, "tensor_parallel": more.get("ranks", 1),
+                                          "iterations": iterations, "clip_norm": clip_norm,
+                                          "tensor_parallel": more.get("ranks", 1),
                                           "shard_optimizer": more.get("shards", False),
                                           "degraded_ranks": more.get("degrades", False)})
         name = kind if clip_norm is None else f"{kind}-clipped"

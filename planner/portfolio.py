@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from planner.budget import Budget
 from planner.job.file import Job
 from planner.job.layers import LayerCosts, layer_costs
 from planner.layout.bounds import period_bound
@@ -47,9 +48,9 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
         if exact * scale * sure > least:
             least, counts = math.ceil(exact * scale * sure), exactly
 
-    def layouts(largest_fine: float) -> Iterator[Incumbent]:
+    def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(given, largest_fine=largest_fine):
+            for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
                 made = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer, least=least)
                 yield divided(made, least, counts, moved=_moved(given, layout))
         except LookupError as error:
