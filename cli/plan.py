@@ -1,6 +1,5 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
@@ -46,8 +45,8 @@ from planner.plan import Plan
 from planner.recompute import SHARE, Recomputation
 from planner.report import plan_report
 from planner.transition import BANDWIDTH, transition
-from schedules.codec import encode
-from schedules.schedule import OptimizerMode, Worker
+from schedules.codec import MAX_OPS, ScheduleError, encode
+from schedules.schedule import OptimizerMode, Schedule, Worker
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -69,7 +68,7 @@ Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
     "Bytes a second that a worker sends or receives while layers move; with [training] tensor_parallel, each of its "
     "ranks."))]
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
-"""What may be spent on what else could be done: a share of the time limit, and seconds at most."""
+"""What is spent on what else could be done, after the plan: a share of the time limit, and seconds at most."""
 ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
@@ -84,9 +83,11 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
-    began = time.monotonic()
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
+    if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:
+        refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or plan "
+               "fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
     again: Recomputation | None = None
@@ -104,13 +105,12 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
             wanted, time_limit = again.job, (1 - SHARE) * time_limit
         if degraded:
             wanted = _degraded(wanted, degraded, down, normalise=normalise)
-        comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
-        made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
-        if comparing:
-            others = list(alternatives(wanted, down, made, options, normalise=normalise,
-                                       seconds=min(comparing, time_limit - (time.monotonic() - began))))
+        made = make_plan(wanted, down, options.within(time_limit), normalise=normalise)
+        if not json:  # what is only printed has time of its own: the same schedule is written with --json
+            comparing = min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
+            others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing))
     if out_file is not None:
-        write_or_refuse(out_file, encode(made.schedule))
+        write_or_refuse(out_file, _encoded(made.schedule))
     if json:
         print_json(plan_report(made, wanted, bandwidth, again))
         return
@@ -123,6 +123,14 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     out.print("\n".join(rest))
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
+
+
+def _encoded(schedule: Schedule) -> bytes:
+    """The bytes of a schedule's file. Exits 2 where it is too large for one."""
+    try:
+        return encode(schedule)
+    except ScheduleError as error:
+        refuse(f"--out: {error}")
 
 
 def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:

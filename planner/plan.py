@@ -14,7 +14,7 @@ from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
-from planner.portfolio import best_answer
+from planner.portfolio import any_layers_bound, best_answer
 from planner.progress import ProgressCallback, SearchProgress, quiet
 from planner.reference import FaultFree, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
@@ -87,9 +87,12 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         if failed:
             # Where the search is over early, the rest of the time goes to the reference.
             fault_free = _fault_free(options, job, fault_free, budget, speed)
-            fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
+            if options.layers == "fixed" and not schedule.slices:  # an answer to the same question
+                fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
         else:
-            fault_free = _reference(schedule, options).better(known)
+            # With layers moved it is no reference, and may be better than one.
+            fault_free = _reference(schedule, options).better(known) if options.layers == "fixed" else \
+                _fault_free(options, job, known, budget, speed)
         evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
@@ -181,7 +184,8 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
-    schedule = repeated(job, blocks, lower_bound(problem), plan_block)
+    least = lower_bound(problem) if options.layers == "fixed" else any_layers_bound(options, job, failed)
+    schedule = repeated(job, blocks, least, plan_block)
     return _Found(schedule, lambda: f"planned as {said}, each of which fills and drains the pipelines; with more time "
                   "the whole iteration is planned at once")
 

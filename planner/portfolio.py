@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from planner.job.file import Job
-from planner.job.layers import LayerCosts, layer_costs
+from planner.job.layers import LayerCosts, exact, layer_costs
 from planner.layout.bounds import period_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
@@ -95,6 +96,9 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         solved = solve(problem, options.method, budget)
+        if options.layers == "move":  # a baseline, whose own bound is for layers in place
+            solved = msgspec.structs.replace(solved, lower_bound_ticks=min(
+                solved.lower_bound_ticks, any_layers_bound(options, job, failed)))
         return Answer(problem, solved, lambda: solved.evidence)
     ready(budget.progress.line)
     given = layout_problem(job, failed, backward=options.backward or "split", layers=options.layers,
@@ -102,19 +106,45 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
     return _Portfolio(options, job, failed, given, budget).best(problem)
 
 
+def any_layers_bound(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> int:
+    """A bound for all holdings of layers, in ticks of the problem of whole stages."""
+    given = layout_problem(job, failed, backward=options.backward or "split", layers="move",
+                           sliced=options.slices, from_checkpoint=options.from_checkpoint)
+    costs = layer_costs(job)
+    tick = tick_of(job, costs)
+    scale = tick_of(job) / tick
+    rounding = _rounding(job, costs, tick, scale)
+    return math.floor(rounding.sure(Fraction(period_bound(given))) / scale)
+
+
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
     """Whether slices can shorten the plan of the problem as it is."""
     return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
 
 
-def _rounding(costs: LayerCosts, tick: Fraction, scale: Fraction) -> Fraction:
-    """The largest share of an op that rounding its stage and its layers to ticks may have taken or added.
+class _Rounding(NamedTuple):
+    """What rounding to ticks may have taken or added, where times are finer than a tick."""
 
-    `tick` is that of layers, in seconds; `scale`: how many of these are one of stages.
-    """
+    share: Fraction
+    """Of an op."""
+    ticks: int
+    """Of all that a bound counts beside the ops: at most once, each all-reduce, optimizer step and, there and back,
+    transfer of a stage or of its layers."""
+
+    def sure(self, bound: Fraction) -> int:
+        """What of a bound holds for all candidates, however their times were rounded."""
+        return max(0, math.ceil(bound * (1 - self.share)) - self.ticks)
+
+
+def _rounding(job: Job, costs: LayerCosts, tick: Fraction, scale: Fraction) -> _Rounding:
+    """`tick` is that of layers, in seconds; `scale`: how many of these are one of stages."""
     ops = [value / tick for value in (*costs.forward, *costs.backward_input, *costs.backward_weight) if value]
-    exact = all(value.denominator == 1 for value in ops) and scale.denominator == 1
-    return Fraction(0) if exact else min(Fraction(1), 1 / min(ops))
+    others = [value / tick for value in (*costs.optimizer, *costs.all_reduce, exact(job.time.transfer))]
+    if scale.denominator == 1 and all(value.denominator == 1 for value in (*ops, *others)):
+        return _Rounding(Fraction(0), 0)
+    stages = len(job.columns)
+    return _Rounding(min(Fraction(1), 1 / min(ops)), 2 * (len(costs.forward) + math.ceil(scale) * stages)
+                     + 2 * math.ceil(scale) * stages)
 
 
 def _moved(given: LayoutProblem, layout: Layout) -> int:
@@ -173,9 +203,8 @@ class _Portfolio:
         tick = tick_of(job, costs)
         self._scale = tick_of(job) / tick
         """Ticks of a layout's problem in one of the problem as it is."""
-        self._sure = 1 - _rounding(costs, tick, self._scale)
-        """What of a bound holds for all candidates, however their ops were rounded to ticks."""
-        self._least, self._counts = math.ceil(period_bound(given) * self._sure), \
+        self._rounding = _rounding(job, costs, tick, self._scale)
+        self._least, self._counts = self._rounding.sure(Fraction(period_bound(given))), \
             "the work of all layers that workers share"
         self._entries: list[_Entry] = []
 
@@ -185,10 +214,11 @@ class _Portfolio:
         first = None
         if problem is not None:
             if self._options.layers == "fixed":
-                exact, counts = exact_bound(problem)
-                if exact * self._scale * self._sure > self._least:
-                    self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
-            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts,
+                ticks, counts = exact_bound(problem)
+                if (least := self._rounding.sure(ticks * self._scale)) > self._least:
+                    self._least, self._counts = least, counts
+            first = divided(problem, self._rounding.sure(self._least / self._scale) if self._rounding.ticks else
+                            math.floor(self._least / self._scale), self._counts,
                             shedding=self._options.method != "greedy")
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
@@ -336,5 +366,7 @@ class _Portfolio:
 
     def _replace(self, entry: _Entry, known: Incumbent, *, annealed: bool = True) -> None:
         better = known if known.period <= entry.known.period else entry.known
+        if self._options.layers == "move":  # CP-SAT proves for layers in place only
+            better = better.with_bound(entry.known.bound, entry.known.bound_counts)
         gained = entry.seconds - better.period * better.problem.tick_seconds if annealed else 0.0
         self._entries[self._entries.index(entry)] = _Entry(better, entry.moved, entry.least, gained)

@@ -11,8 +11,9 @@ import msgspec
 from planner.job.file import Job
 from planner.options import PlanOptions
 
-VERSION = 1
-"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one."""
+VERSION = 2
+"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one. Under
+1, plans in which layers had moved were counted, too."""
 CLOSE = 1e-3
 """A fault-free plan that is this close to its bound is as good as the best."""
 
@@ -37,7 +38,7 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def at_most(self, period: float) -> "FaultFree":
-        """With a plan for fewer workers that has this period: they could all do as well."""
+        """With a plan for fewer workers that has this period, layers in place and no slices: all could do as well."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
