@@ -86,8 +86,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
     if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:
-        refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or plan "
-               "fewer micro-batches or pipelines")
+        refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or "
+               "plan fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
     again: Recomputation | None = None
