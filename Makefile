@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TEST_PROCESSES ?= 3
 SUDO ?= $(shell test $$(id -u) = 0 || echo sudo)
 
-.PHONY: demo demo-short test test-all browser launchers lint docs picture library clean
+.PHONY: demo demo-short test test-all browser launchers neighbours lint docs picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -35,6 +35,14 @@ launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open M
 	  munge openmpi-bin slurm-client slurmctld slurmd; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[launchers]'
 	$(BIN)/python -m pytest tests/launchers
+
+OLDER_TITAN := out/neighbours/torchtitan-0.2.2
+
+neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte) and an older version beside it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]'
+	test -d $(OLDER_TITAN) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(OLDER_TITAN) torchtitan==0.2.2 'tomli>=2,<3'
+	$(BIN)/python -m pytest tests/interop
 
 lint: $(INSTALLED)         ## style, types, and which package may import which
 	$(BIN)/ruff check .

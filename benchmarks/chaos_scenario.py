@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.jobs import uniform_job
-from cli.shared.failure_schedules import job_at
+from planner.failures import job_at
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.normalise import normal_form

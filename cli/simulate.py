@@ -139,7 +139,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
-        write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table),
+        write_or_refuse(target, page(result, job=wanted.name, shape=_grid(wanted), notes=_notes(costs, samples, table),
                                      tokens=tokens or _tokens(wanted)))
     if json:
         print_json(_report(result, tokens or _tokens(wanted)))

@@ -22,6 +22,7 @@ from runtime.model.state.parts import Elements
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup
+from runtime.replay.dealt_samples import require_known_costs
 from runtime.replay.placement import Placement, PlacementError, place
 from runtime.replay.transport import Transport, choose_transport
 from runtime.run_options import Resilience, RunOptions
@@ -64,7 +65,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         require_degradable(model, config, at_layer)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
-    load_corpus(config, schedule.grid.microbatches)
+    require_known_costs(load_corpus(config, schedule.grid.microbatches), schedule, training)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)

@@ -61,6 +61,9 @@ class Resilience:
     """Nodes whose workers all fail at once, on purpose."""
     returns: tuple[Return, ...] = ()
     """Workers to start again once they are dead."""
+    faults_per_hour: int = 0
+    """How often within an hour a worker that crashes is started again, each time after a longer pause; a node has
+    twice as many. 0: who is dead stays out, but for `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,11 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
-
-if TYPE_CHECKING:
-    from tests.steady_clock import SteadyClock
 
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
@@ -50,15 +45,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def steady_clock(request: pytest.FixtureRequest) -> Iterator["SteadyClock | None"]:
-    """Searches of this process go by their steps, and not by the machine: see `tests.steady_clock`.
+def counted_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of this process count steps, also those that a command makes within so many seconds.
 
     But not in a test of the module that is marked `real_clock`.
     """
-    if request.node.get_closest_marker("real_clock"):
-        yield None
-        return
-    from tests.steady_clock import steadily  # it loads the planner
+    if not request.node.get_closest_marker("real_clock"):
+        from planner.budget import StepClock  # here, as it loads the planner
+        from planner.options import PlanOptions
 
-    with steadily() as clock:
-        yield clock
+        monkeypatch.setattr(PlanOptions, "clock", lambda _: StepClock())

@@ -14,12 +14,32 @@
     throughput            samples per second of the schedules that policies run
     simulation            takes policies through a trace, and adds up the time lost
     figures/              the published figures, computed again
+    entry                 systems of others: tables, and policies by entry point
+    benchmark             a versioned set of cases, seeds side by side, sensitivity, distance to published figures
 
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
 
 from cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
+from cli.fleet.benchmark import (
+    CASES,
+    DOLLARS_PER_GPU_HOUR,
+    VERSION,
+    Case,
+    CaseResult,
+    Fidelity,
+    Measures,
+    PolicyResult,
+    Returned,
+    Sensitivity,
+    Spread,
+    causes,
+    fidelity,
+    returned,
+    run_case,
+)
 from cli.fleet.costs import Costs, costs_for
+from cli.fleet.entry import GROUP, Entry, EntryError, Table, installed_policy, read_entry
 from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
 from cli.fleet.figures import FIGURES, Figure
 from cli.fleet.figures.figure import Series
@@ -31,32 +51,53 @@ from cli.fleet.throughput import Throughputs
 from cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 __all__ = [
+    "CASES",
+    "DOLLARS_PER_GPU_HOUR",
     "FAILURE_MODELS",
     "FIGURES",
+    "GROUP",
     "POLICIES",
     "SLOW_MODELS",
+    "VERSION",
     "AvailabilityTrace",
+    "Case",
+    "CaseResult",
     "Cause",
     "Comparison",
     "Costs",
+    "Entry",
+    "EntryError",
     "FailureModel",
+    "Fidelity",
     "Figure",
     "Floats",
     "Kind",
+    "Measures",
     "Policy",
+    "PolicyResult",
     "PolicyRun",
+    "Returned",
+    "Sensitivity",
     "Series",
     "SlowKind",
+    "Spread",
+    "Table",
     "Throughputs",
     "TraceFileError",
+    "causes",
     "compare",
     "costs_for",
     "draw_slow",
     "draw_trace",
     "fail_together",
+    "fidelity",
     "fit_to_job",
     "group_gpus",
+    "installed_policy",
     "read_availability_trace",
+    "read_entry",
+    "returned",
+    "run_case",
     "single",
     "throughputs_over_traces",
 ]

@@ -112,6 +112,8 @@ class Policy(ABC):
     """One line that describes it."""
     assumptions: ClassVar[str]
     """What the simulation assumes, with sources."""
+    source: ClassVar[str]
+    """What it is taken from: paper, section or figure, artifact; "our reading" where no code of it is public."""
 
     is_reference: ClassVar[bool] = False
     """Whether this is only a line to compare with, and not a system that exists."""

@@ -65,7 +65,7 @@ def one_cut(problem: LayoutProblem) -> Layout | None:
              if found[columns.index(worker.column)][0] < found[columns.index(worker.column)][1]}
     path = tuple((layers, column) for layers, column in zip(found, columns, strict=True) if layers[0] < layers[1])
     idle = {worker: () for worker in problem.live if worker not in holds}
-    there = msgspec.structs.replace(problem, holds={**holds, **idle}, paths=(path,))
+    there = msgspec.structs.replace(problem.holding({**holds, **idle}), paths=(path,))
     layout = fixed_layout(there, sliced=False)
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 

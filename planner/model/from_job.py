@@ -1,6 +1,6 @@
 """From a job with its failures to a problem in ticks: of its whole stages in place, or of another layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -8,8 +8,9 @@ import msgspec
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.job.shared_state import with_shared_state
-from planner.layout.types import Layout
-from planner.model.holdings import held_problem, in_place, reductions_of
+from planner.layout.problem import LayersMode, LayoutProblem
+from planner.layout.types import Held, Layout
+from planner.model.holdings import held_problem, in_place, live_workers, reductions_of
 from planner.model.problem import Leg, NoPlanError, Problem
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.layers import LayerRange
@@ -35,6 +36,36 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
                            optimizer=optimizer, sharing=sharing, parts=_parts(job) if sharing and sliced else ())
     _require_feasible(problem)
     return problem
+
+
+def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
+                   layers: LayersMode = "fixed", from_checkpoint: bool = False,
+                   sliced: bool = True, holds: Mapping[Worker, Held] | None = None) -> LayoutProblem:
+    """The same ticks and memory units as in the problem of a layout (`problem_of_layout`).
+
+    `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
+    Raises JobError where a stage has no layer, NoPlanError where no worker is left.
+    """
+    job = with_shared_state(job, failed)
+    grid, costs = grid_of(job), layer_costs(job)
+    single = tuple((layer, layer + 1) for layer in range(len(costs.forward)))
+    tick, stages = tick_of(job, costs), len(grid.stages)
+    times, memory = times_in_ticks(job, grid, tick, costs, single), memory_in_units(job, costs, single)
+    live = [worker for worker in grid.workers() if worker not in set(failed)]
+    if not live:
+        raise NoPlanError("all workers are down")
+    return LayoutProblem(
+        forward=times.forward[stages:], backward_input=times.backward_input[stages:],
+        backward_weight=times.backward_weight[stages:], transfer=times.transfer,
+        optimizer=tuple(round(value / tick) for value in costs.optimizer), all_reduce=times.all_reduce[stages:],
+        activation=memory.activation[stages:] if memory else (),
+        weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
+        weights=memory.weights if memory else (), workers=live_workers(grid, times, memory, {
+            worker: (holds or {}).get(worker, grid.held_by_column[worker.column]) for worker in live}),
+        microbatches=grid.microbatches, layers=layers,
+        from_checkpoint=from_checkpoint, sliced=sliced,
+        paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
+                    for chain in range(grid.chains)))
 
 
 def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",

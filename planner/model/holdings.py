@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from planner.model.problem import UNLIMITED, LiveWorker, Problem
+from planner.layout.types import UNLIMITED, Held, LiveWorker
+from planner.model.problem import Problem
 from schedules.layers import LayerRange, total
 from schedules.schedule import Grid, Memory, Times, Worker
 
-Held = tuple[LayerRange, ...]
 Reduction = tuple[LayerRange, tuple[int, ...]]
 
 
@@ -19,28 +19,19 @@ def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapp
     `others`: the other fields of a problem. Workers that `holds` does not name are down.
     """
     groups = tuple(sorted(set(holds.values())))
-    number = {held: group for group, held in enumerate(groups)}
-    usual = grid.held_by_column
-    # Layers may be rounded otherwise than the stages that they are of.
-    of_column = dict(zip(usual, times.optimizer, strict=True))
-    steps = [of_column[held] if held in of_column else
-             sum(sum(times.optimizer_of_layer[first:end]) for first, end in held) for held in groups]
-    slow = times.per_mille_of
+    return Problem(grid=grid, times=times, memory=memory, workers=live_workers(grid, times, memory, holds),
+                   groups=groups, reductions=reductions_of(grid, groups), **others)
 
-    def room(worker: Worker, held: Held) -> int:
-        if memory is None:
-            return UNLIMITED
-        own = memory.beside(worker, worker.column)
-        if held == usual[worker.column]:
-            return own
-        return own + total(memory.weights_before, usual[worker.column]) - total(memory.weights_before, held)
 
-    workers = {worker: LiveWorker(per_mille=slow.get(worker, 1000), room=room(worker, held), group=number[held],
-                                  step=times.optimizer[worker.column] if held == usual[worker.column] else
-                                  steps[number[held]])
-               for worker, held in sorted(holds.items())}
-    return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
-                   reductions=reductions_of(grid, groups), **others)
+def live_workers(grid: Grid, times: Times, memory: Memory | None,
+                 holds: Mapping[Worker, Held]) -> dict[Worker, LiveWorker]:
+    """Those that `holds` names, sorted. Their room is what they have beside their own stages, and the weights of these.
+    """
+    before = memory.weights_before if memory and memory.weights else ()
+    own = [total(before, held) if before else 0 for held in grid.held_by_column]
+    return {worker: LiveWorker(per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED
+                               if memory is None else memory.beside(worker, worker.column) + own[worker.column])
+            for worker, held in sorted(holds.items())}
 
 
 def in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:

@@ -8,16 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.layout.types import MicroBatch
+from planner.layout.types import Held, LiveWorker, MicroBatch
 from planner.model.unions import joined
-from schedules.layers import LayerRange
+from schedules.errors import NoScheduleError
+from schedules.layers import LayerRange, total
 from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
 
-UNLIMITED = 2**40
-"""Room of a worker where memory is unlimited."""
 
-
-class NoPlanError(Exception):
+class NoPlanError(NoScheduleError):
     """No schedule can exist; the message says why."""
 
 
@@ -37,19 +35,6 @@ class Leg(NamedTuple):
     worker: Worker
 
 
-class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """All that planning knows of a live worker: two that are equal may change places."""
-
-    per_mille: int
-    """Time of its compute ops as a multiple of the usual one: 1000 is normal, 2000 half speed."""
-    room: int
-    """Memory for activations."""
-    step: int
-    """Ticks of the optimizer step."""
-    group: int
-    """The same for all workers that hold the same layers; see `Problem.groups`."""
-
-
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A job with its failures, and a layout: who holds which layers, what a micro-batch passes."""
 
@@ -61,7 +46,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
     """The live workers, sorted; the others of the grid are down."""
-    groups: tuple[tuple[LayerRange, ...], ...]
+    groups: tuple[Held, ...]
     """The layers that the workers of each group hold."""
     reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...]
     """Layers whose gradients are reduced together, ascending, and the groups that hold them."""
@@ -260,11 +245,31 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def room(self, worker: Worker) -> int:
         """Memory for activations on a live worker."""
-        return self.workers[worker].room
+        one = self.workers[worker]
+        return one.room - self._beside[one.holds]
+
+    @cached_property
+    def _beside(self) -> Mapping[Held, int]:
+        """Memory of the weights of each group's layers."""
+        before = self.memory.weights_before if self.memory and self.memory.weights else ()
+        return {held: total(before, held) if before else 0 for held in self.groups}
 
     def group(self, worker: Worker) -> int:
         """The same for workers that have the same deadline: those that hold the same layers."""
-        return self.workers[worker].group
+        return self._number[self.workers[worker].holds]
+
+    @cached_property
+    def _number(self) -> Mapping[Held, int]:
+        return {held: number for number, held in enumerate(self.groups)}
+
+    def step(self, worker: Worker) -> int:
+        """Ticks of the optimizer step of a live worker."""
+        held, usual = self.workers[worker].holds, self.grid.held_by_column
+        if held == usual[worker.column]:
+            return self.times.optimizer[worker.column]
+        # Layers may be rounded otherwise than the stages that they are of.
+        return self.times.optimizer[usual.index(held)] if held in usual else \
+            sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
@@ -302,8 +307,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Where no groups share reductions, which then end with their compute ops, its reductions besides.
         """
-        one = self.workers[worker]
-        return one.step + (0 if self.linking else self._reducing[one.group])
+        return self.step(worker) + (0 if self.linking else self._reducing[self.group(worker)])
 
     @cached_property
     def _reducing(self) -> tuple[int, ...]:
@@ -313,13 +317,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def elsewhere(self, worker: Worker) -> tuple[LayerRange, ...] | None:
         """The layers that a live worker holds; None where they are those of its column."""
-        held = self.groups[self.group(worker)]
+        held = self.workers[worker].holds
         return None if held == self.grid.held_by_column[worker.column] else held
 
     @property
     def longest_step(self) -> int:
         """Ticks of the longest optimizer step."""
-        return max(worker.step for worker in self.workers.values())
+        return max(map(self.step, self.workers))
 
     def column_tail(self, column: int) -> int:
         """`tail` of a worker that holds the stages of its column."""

@@ -99,6 +99,11 @@ class RunState:
         """Who takes part, or could."""
         return self.members | self.ready
 
+    @property
+    def all_paused(self) -> bool:
+        """Whether all members have."""
+        return len(self.paused) >= len(self.members) and self.paused >= self.members
+
     def forget(self, worker: Worker) -> None:
         """A worker takes no part any more."""
         for group in (self.members, self.ready, self.paused, self.finished, self.leaving):

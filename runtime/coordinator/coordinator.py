@@ -114,7 +114,7 @@ class Coordinator:
     def planning(self) -> bool:
         """Whether all members wait for a schedule."""
         state = self._state
-        return state.phase == "training" and bool(state.members) and state.paused >= state.members
+        return state.phase == "training" and bool(state.members) and state.all_paused
 
     @property
     def number(self) -> int:
@@ -285,7 +285,7 @@ class Coordinator:
         state = self._state
         if state.phase == "gathering" and state.ready >= state.members:
             self._next_order.give()
-        elif state.phase == "training" and state.paused >= state.members:
+        elif state.phase == "training" and state.all_paused:
             if self._slow.decision is None or self._joins.complete:
                 self._recovery.begin()
             self._next_order.give()

@@ -11,16 +11,13 @@ from typing import NamedTuple, Protocol, TypeVar
 from msgspec.structs import replace
 
 from runtime.coordinator.event_log import EventLog
-from runtime.errors import RunError
+from runtime.errors import RunError, first_line
 from runtime.events import Phase, PlanAnswered, PlanAsked
+from schedules.errors import NoScheduleError as NoScheduleError
 from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
-
-
-class NoScheduleError(RuntimeError):
-    """There is no schedule for these failures. The message is one line, or empty where failures end the run."""
 
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
@@ -244,6 +241,8 @@ class ScheduleService:
         self._answers.clear()
 
     def _take(self, question: Question, answer: Schedule | BaseException) -> None:
+        if isinstance(answer, BaseException) and not isinstance(answer, NoScheduleError | RunError):
+            answer = NoScheduleError(f"the planner failed: {type(answer).__name__}: {first_line(answer)}")
         self._answers[question] = answer
         took = time.monotonic() - self._asked.pop(question)
         self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),

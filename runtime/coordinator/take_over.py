@@ -84,7 +84,7 @@ class TakeOver:
     def missing(self) -> set[Worker]:
         """Members of the last order that have not come."""
         number = self._number
-        members = {one for known in self._known.values() if known.order == number for one in known.members}
+        members = next((known.members for known in self._known.values() if known.order == number), ())
         return set(members if number else self._expected) - self._known.keys()
 
     @property

@@ -55,13 +55,17 @@ class Executor:
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
+    `sample_of` says which sample a micro-batch's name stands for: data, seeds and weights go by the sample, tensors
+    between workers by the name.
+
     `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
     raises ends the iteration.
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
-                 before_exchange: Callable[[], None] = lambda: None) -> None:
+                 before_exchange: Callable[[], None] = lambda: None,
+                 sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
@@ -75,6 +79,7 @@ class Executor:
         self._recorder = recorder
         self._before_op = before_op
         self._before_exchange = before_exchange
+        self._sample_of = sample_of
         self._iteration = 0
         self._void_rounds = 0
         self._loss = 0.0
@@ -215,7 +220,7 @@ class Executor:
 
     def _microbatch(self, op: Op) -> Microbatch:
         assert op.pipeline is not None and op.microbatch is not None
-        return Microbatch(self._iteration, op.pipeline, op.microbatch)
+        return self._sample_of(Microbatch(self._iteration, op.pipeline, op.microbatch))
 
     def _take(self, step: _Step) -> Value | None:
         """What the op waits for; None where it waits for nothing."""

@@ -16,12 +16,14 @@ from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import ToWorker, Train
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.placement import Placement
 from runtime.torch_private import TCPStore
 from runtime.worker.activity import Activity
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import RankReceivers, RankSenders
 from runtime.worker.sockets import Sockets
@@ -56,6 +58,7 @@ class WorkerContext:
     by_rank: RankForms
     """As each rank does that it stands for."""
     layer_store: LayerStore
+    memory: DeviceMemory
     checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
@@ -86,6 +89,8 @@ class OrderContext:
     schedule: Schedule
     connections: Connections
     activity: Activity
+    samples: DealtSamples
+    """What the names of the schedule stand for."""
 
     @property
     def worker(self) -> Worker:

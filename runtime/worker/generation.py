@@ -8,11 +8,14 @@ import math
 import threading
 import time
 
+import torch
+
 from runtime.model.seeds import GENERATORS
 from runtime.model.state.clipping import watches_gradients
-from runtime.protocol.to_coordinator import Known, Paused, Status
+from runtime.protocol.to_coordinator import Known, Note, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import Communicator
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.membership import Membership
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.replay.transfers import CommunicationError
@@ -47,7 +50,9 @@ class Generation:
         self._connections = Connections(context.lasting_sockets)
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, connections=self._connections,
-                                  activity=self._activity)
+                                  activity=self._activity,
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+        self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._communicator: Communicator | None = None
         self._training: Training | None = None
@@ -150,7 +155,7 @@ class Generation:
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._connections.cut
-        reason = None
+        reason, out_of_memory = None, False
         try:
             self._context.injector.at(self._order.first_iteration, "ordered")
             self._connections.require()
@@ -163,6 +168,14 @@ class Generation:
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
+        except torch.OutOfMemoryError:
+            reason = self._context.memory.ran_out(self._reports.reached + 1, self._context.layer_store.holding)
+            self._context.channel.send(Note(self._context.worker, reason))
+            out_of_memory = True
+        finally:
+            self._part.samples.close()
+        if out_of_memory:  # and nothing of the iteration is held any more
+            self._context.memory.give_back()
         self._say_paused(reason)
         if reason is None:
             # Others may still take from these connections what they need for the end of the iteration. Who has not

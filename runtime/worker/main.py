@@ -22,6 +22,7 @@ from runtime.protocol.rendezvous import RendezvousError, interface_towards
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Failed, JoinWorker
 from runtime.protocol.to_worker import ToWorker
+from runtime.worker.device_memory import NoRoomError
 from runtime.worker.main_thread import MainThread
 from schedules.tables.relabel import preload
 
@@ -50,7 +51,7 @@ def main(task: bytes) -> int:
         except Exception as error:
             traceback.print_exc()
             link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
-                             everywhere=isinstance(error, BadTokenError)))
+                             everywhere=isinstance(error, BadTokenError | NoRoomError)))
         finally:
             link.close()
     except RendezvousError as error:

@@ -29,6 +29,7 @@ from runtime.torch_private import TCPStore
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.context import WorkerContext, WorkerLink
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -59,6 +60,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
+        memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
         layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
@@ -88,8 +90,8 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
     """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
     training = spec.settings.config.training
 
-    def build(layers: Iterable[int]) -> Holding:
-        return build_holding(model, layers, training)
+    def build(layers: Iterable[int], *, filled: bool) -> Holding:
+        return build_holding(model, layers, training, filled=filled)
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
@@ -112,7 +114,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharin
         return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
 
     def build(rank: int, layer: int) -> Holding:
-        return _built_at(spec, device, rank, [layer])
+        return _built_at(spec, device, rank, [layer], filled=False)
 
     told = AllUpToDate(events, ranks)
     stores = store.by_rank if keeps_parts(training) else [store] * ranks
@@ -126,12 +128,12 @@ def _ranks(spec: WorkerSpec) -> range:
 
 
 def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int],
-              kind: type[Holding] = Holding) -> Holding:
-    """Layers as a rank of a whole worker has them."""
+              kind: type[Holding] = Holding, *, filled: bool) -> Holding:
+    """Layers as a rank of a whole worker has them; unless `filled`, their states are to be loaded."""
     config, training = spec.settings.config, spec.settings.config.training
     with standing_in(training.tensor_parallel, rank):
         model = model_for(config.model, training.seed, parameter_dtype(training), device)
-        return build_holding(model, layers, training, kind)
+        return build_holding(model, layers, training, kind, filled=filled)
 
 
 class _FetchReports(ReceiverEvents):

@@ -17,7 +17,7 @@ from cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = """
 name = "small"

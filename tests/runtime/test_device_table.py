@@ -39,9 +39,9 @@ def start(words, *, stdout, stderr):
 
 def settling_soon(*words):
     """`slipstream`, which plans a settled schedule in no more time than it must."""
-    from cli.shared.rebalancing import Rebalancing
+    from planner.failures import FailurePlanner
 
-    Rebalancing.__init__.__defaults__ = (None, SETTLED_SECONDS)
+    FailurePlanner.__init__.__kwdefaults__["settled_seconds"] = SETTLED_SECONDS
     return command(*words)
 
 

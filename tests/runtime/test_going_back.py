@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from runtime.coordinator.settling import Settling
 from runtime.errors import RunError
 from runtime.events import CheckpointWritten
@@ -21,7 +21,7 @@ TEN = tiny(iterations=10)
 
 def on_the_spot(job):
     """As `slipstream train` plans: live workers take over the roles of a stage that nobody holds."""
-    return scheduler(job, planned(job)(()), None)
+    return FailurePlanner(job, planned(job)(()), None).after
 
 
 def saved(out, *iterations):

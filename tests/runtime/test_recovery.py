@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError
@@ -131,7 +131,7 @@ def test_roles_move_after_failures_and_back(fork_server, tmp_path):
 def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_there(fork_server, tmp_path):
     """It holds the stage's layers: the others take them from it, by a schedule that is planned on the spot."""
     options = PlanOptions(method="greedy", time_limit=1)
-    on_the_spot = scheduler(WIDE, planned(WIDE)(()), None)
+    on_the_spot = FailurePlanner(WIDE, planned(WIDE)(()), None).after
 
     def table(down):
         found = relabel(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None

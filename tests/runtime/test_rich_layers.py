@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import Resilience, run
 from runtime.model.checkpoints.checkpoint import latest, load
@@ -127,7 +127,7 @@ def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_serve
     job = grid(2, 2, 4)
     whole = schedule_for(job)
     result = run(whole, config, out=tmp_path / "whole", fork_server=fork_server, resilience=Resilience(
-        scheduler=scheduler(job, whole, None), resume=checkpoint, checkpoint_every=2,
+        scheduler=FailurePlanner(job, whole).after, resume=checkpoint, checkpoint_every=2,
         injections=(at("0.1", 8, "A"), at("1.1", 9, "A"))))
     assert any(one.went_back_to for one in result.recoveries)
     expected = judge(config, job.microbatches, 12)

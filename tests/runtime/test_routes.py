@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from planner.budget import Budget
 from planner.job.file import Job
 from planner.layout.candidates import candidates
 from planner.model.assemble import build_schedule
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import problem_of_layout
+from planner.model.from_job import layout_problem, problem_of_layout
 from planner.options import Layers
-from planner.search.budget import Budget
-from planner.search.solve import solve
+from planner.search.engine import solve
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import Scheduler
 from runtime.launch import run

@@ -1,7 +1,7 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +33,12 @@ class _Held(NamedTuple):
     added: Tensor | None
     """To the loss, by these layers; the last slice's output has it already."""
     work: WeightWork | None
+    scale: float
+    """Of its loss, where these layers add to it."""
+
+
+LossScale = Callable[[Microbatch], float]
+"""What a micro-batch's loss counts."""
 
 
 class SliceRunner:
@@ -50,12 +56,12 @@ class SliceRunner:
     modules
         The layers, among others.
     loss_scale
-        Factor of each micro-batch's loss: 1 / micro-batches of the whole iteration, so that losses and gradients
-        summed over all of them are means.
+        Factor of each micro-batch's loss, or what gives it: 1 / micro-batches of the whole iteration, or a share of
+        its tokens, so that losses and gradients summed over all of them are means.
     """
 
-    def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *, loss_scale: float,
-                 config: RunConfig) -> None:
+    def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
+                 loss_scale: float | LossScale, config: RunConfig) -> None:
         self.layers = layers
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
@@ -64,7 +70,7 @@ class SliceRunner:
         """Whether F needs what belongs to the micro-batch."""
         self._recomputed = recomputed_layers(config.training, model.layers)
         self._loss_of = loss_call(model.loss)
-        self._loss_scale = loss_scale
+        self.loss_scale: LossScale = loss_scale if callable(loss_scale) else lambda _: loss_scale
         self._model = model
         self._config = config
         self._held: dict[Microbatch, _Held] = {}
@@ -89,14 +95,15 @@ class SliceRunner:
         with nullcontext() if work is None else deferring(work), adding_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
         added = sum(losses[1:], losses[0]) if losses else None
+        scale = self.loss_scale(microbatch) if self.last or losses else 0.0
         if self.last:
             assert isinstance(output, Tensor)
             output, added = output if added is None else output + added, None
-            self._losses.append(output.detach())
+            self._losses.append(output.detach().double() * scale)
         elif added is not None:
-            self._losses.append(added.detach())
+            self._losses.append(added.detach().double() * scale)
             self.has_loss = True
-        self._held[microbatch] = _Held(value, output, added, work)
+        self._held[microbatch] = _Held(value, output, added, work, scale)
         return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
@@ -114,9 +121,9 @@ class SliceRunner:
         """
         held = self._held.pop(microbatch)
         if self.first:
-            self._deferred[microbatch] = deque([partial(_backward, held, gradient, self._loss_scale)])
+            self._deferred[microbatch] = deque([partial(_backward, held, gradient, held.scale)])
             return None
-        _backward(held, gradient, self._loss_scale)
+        _backward(held, gradient, held.scale)
         self._deferred[microbatch] = deque() if held.work is None else held.work
         if isinstance(held.value, Tensor):
             return _gradient(held.value)
@@ -131,7 +138,7 @@ class SliceRunner:
         losses, self._losses = self._losses, []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
-        return torch.stack(losses).double().sum() * self._loss_scale
+        return torch.stack(losses).sum()
 
     def discard(self) -> None:
         """Forget all micro-batches in flight and the losses: the iteration did not happen."""
@@ -177,13 +184,18 @@ class SliceRunner:
 class Slices:
     """The slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
 
-    def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *, loss_scale: float,
-                 config: RunConfig) -> None:
+    def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *,
+                 loss_scale: float | LossScale, config: RunConfig) -> None:
         self._holding = holding
         self.layers = layers
         """The half-open range of each slice."""
         self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
                         for number, one in layers.items()}
+
+    def weigh(self, loss_scale: LossScale) -> None:
+        """What losses count from now on."""
+        for runner in self.runners.values():
+            runner.loss_scale = loss_scale
 
     @property
     def modules(self) -> Iterable[nn.Module]:

@@ -1,6 +1,7 @@
 """What a run trains on.
 
     data              text, cut into micro-batches; whose data they are
+    loss_weights      what each micro-batch counts in the loss
     token_data        tokens, read epoch by epoch
     token_file        files of tokens, mapped
     tokenized_text    text as tokens

@@ -67,6 +67,11 @@ class Data(Protocol):
         """
 
 
+def knows_costs(data: Data) -> bool:
+    """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
+    return callable(getattr(data, "costs", None))
+
+
 def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
 

@@ -1,9 +1,11 @@
 """Models as lists of layers.
 
     layered_model     what the runtime asks of a model
+    unfilled          layers that are built to be filled with somebody's state
     calling           what a layer is given, and what it may add to the loss
     split             the backward in two: I and W
     sharing           parameters that several layers share
+    cross_entropy     the loss of language models, a few rows of logits at a time
     gpt               the GPT that comes with the package
     worker_group      the process group of a worker's ranks, for layers
     tensor_parallel   collectives in it that a backward goes through

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.config import ModelConfig
+from runtime.model.layers.cross_entropy import cross_entropy
 from runtime.model.seeds import derive_seed, seeded
 
 INITIAL_DEVIATION = 0.02
@@ -117,8 +118,7 @@ class GPT:
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross entropy, mean over tokens, of logits [B, T, V] and tokens [B, T]; never in less than float32."""
-        logits = output.to(torch.promote_types(output.dtype, torch.float32))
-        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        return cross_entropy(output, target)
 
     def _initialise(self, module: nn.Module) -> None:
         """Normal weights, zero biases; what adds to the residual stream is scaled down by its number of additions."""

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.config import ConfigError, ModelConfig
+from runtime.model.layers.cross_entropy import cross_entropy
 from runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
 from runtime.model.layers.shards import Shard, Shards, cut_parameters
-from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
+from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
 from runtime.model.layers.worker_group import WorkerGroup, worker_group
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -139,7 +140,7 @@ class ParallelGPT(GPT):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """As `GPT.loss`, of the logits [B, T, V / R] of each rank."""
-        return parallel_loss(output, target, self.group)
+        return cross_entropy(output, target, self.group)
 
 
 def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
@@ -152,21 +153,6 @@ def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
             raise ConfigError(f"model.{name} is {getattr(config, name)}; expected a multiple of "
                               f"training.tensor_parallel, {group.size()}")
     return ParallelGPT(config, seed, dtype, device, group)
-
-
-def parallel_loss(logits_BTV: Tensor, target_BT: Tensor, group: WorkerGroup) -> Tensor:
-    """Cross entropy, mean over tokens, of the logits [B, T, V / R] of all ranks."""
-    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    highest_BT = logits_BTV.detach().amax(-1)
-    torch.distributed.all_reduce(highest_BT, torch.distributed.ReduceOp.MAX, group)
-    shifted_BTV = logits_BTV - highest_BT.unsqueeze(-1)
-    known = logits_BTV.shape[-1]
-    local_BT = target_BT - group.rank() * known
-    mine_BT = (local_BT >= 0) & (local_BT < known)
-    found_BT = shifted_BTV.gather(-1, local_BT.where(mine_BT, 0).unsqueeze(-1)).squeeze(-1) * mine_BT
-    total_BT, found_BT = sum_ranks(torch.stack([shifted_BTV.exp().sum(-1), found_BT]), group)
-    loss: Tensor = (total_BT.log() - found_BT).mean()
-    return loss
 
 
 def _dropped(x: Tensor, dim: int, dropout: float, module: nn.Module) -> Tensor:

@@ -3,7 +3,20 @@
 import math
 from collections.abc import Iterable
 
+import torch
+from torch import Tensor
+
 from runtime.config import TrainingConfig
+
+CHUNK = 2**22
+"""Elements of a gradient that are in float64 at a time: 32 MiB."""
+
+
+def squares_of(gradient: Tensor) -> Tensor:
+    """The sum of squares, in float64; no whole copy of the gradient is made."""
+    flat = gradient.detach().reshape(-1)
+    sums = [chunk.double().square().sum() for chunk in torch.split(flat, CHUNK)]
+    return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 
 def watches_gradients(config: TrainingConfig) -> bool:

@@ -16,10 +16,12 @@ from runtime.model.layers.distributed_tensors import with_local_parameters
 from runtime.model.layers.layered_model import LayeredModel, parameter_dtype
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
+from runtime.model.layers.unfilled import moved, unfilled
 from runtime.model.layers.worker_group import worker_group
 from runtime.model.ranks.own_ranks import summed_by_rank
 from runtime.model.ranks.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
+from runtime.model.state.clipping import squares_of
 from runtime.model.state.copied_sums import CopiedSums
 from runtime.model.state.digest import parameter_digest
 from runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
@@ -228,8 +230,7 @@ class Holding:
         found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
-        return float(torch.stack(norms).square().sum().item()) if norms else 0.0
+        return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
 
     def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
         if not keeps_parts(self._config):
@@ -268,8 +269,14 @@ def _stands_for() -> int:
     return 1 if group is None else group.stands_for
 
 
-def built(model: LayeredModel, layer: int) -> nn.Module:
-    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed."""
+def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
+    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed.
+
+    Unless it is `filled`, its parameters hold anything, and its state is to be loaded.
+    """
+    if not filled:
+        with unfilled(), torch.no_grad():
+            return moved(with_local_parameters(model.build(layer)), model.device)
     with GENERATORS, torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies(layer).items():
@@ -278,9 +285,9 @@ def built(model: LayeredModel, layer: int) -> nn.Module:
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
-                  kind: type[Holding] = Holding) -> Holding:
-    """Layers as they are before the first iteration."""
-    modules, sharing = {layer: built(model, layer) for layer in layers}, sharing_of(model)
+                  kind: type[Holding] = Holding, *, filled: bool = True) -> Holding:
+    """Layers as they are before the first iteration; unless `filled`, their states are to be loaded."""
+    modules, sharing = {layer: built(model, layer, filled=filled) for layer in layers}, sharing_of(model)
     for layer, module in modules.items():
         _keep_whole(layer, module, config, sharing)
     return kind(modules, config, sharing)

@@ -13,6 +13,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.model.layers.worker_group import first_rank
+from runtime.model.state.clipping import squares_of
 from runtime.model.state.parameter_groups import grouped
 from runtime.model.state.undoable_steps import UndoableSteps
 
@@ -41,12 +42,16 @@ class UndoableOptimizer(UndoableSteps):
 
         What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
-        layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
+        layers = [(layer, [squares_of(parameter.grad) for name, parameter in trained.items()
                            if parameter.grad is not None and self._counts(layer, name)])
                   for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
+
+    def state_bytes(self) -> int:
+        """Memory of what the optimizer remembers."""
+        return self._remembered_bytes()
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """All that another worker needs to go on with a layer: the tensors themselves, not copies.

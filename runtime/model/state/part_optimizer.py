@@ -16,6 +16,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.model.layers.worker_group import first_rank
+from runtime.model.state.clipping import squares_of
 from runtime.model.state.copied_sums import Sums
 from runtime.model.state.late_steps import BUFFERS, LateSteps
 from runtime.model.state.parameter_groups import Groups, grouped
@@ -106,7 +107,7 @@ class PartOptimizer(UndoableSteps):
         counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
                    and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
                    and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
-        sums = [gradient.double().square().sum() for piece in counted
+        sums = [squares_of(gradient) for piece in counted
                 if (gradient := piece.gradient()) is not None]
         found = dict.fromkeys(self._modules, 0.0)
         for piece, value in zip(counted, torch.stack(sums).tolist() if sums else (), strict=True):

@@ -36,7 +36,7 @@ def part_of(store, order):
 
 def test_no_layer_is_dropped_before_all_have_theirs():
     """The one that was to get it may not have taken it, and nobody else has it."""
-    store = LayerStore(lambda layers: build(tiny().training, layers), lambda *_: {})
+    store = LayerStore(lambda layers, filled: build(tiny().training, layers), lambda *_: {})
     store.holding.change((0, 1), [build(tiny().training, [0, 1])])
     order = Train(number=2, first_iteration=1, moves=(LayerMove(OTHER, ONE, 0), LayerMove(ONE, OTHER, 2)), fetch=0,
                   addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")

@@ -11,12 +11,14 @@ from transformers.utils import logging
 
 from runtime.config import ConfigError, ModelConfig
 from runtime.errors import first_line
+from runtime.model.layers.cross_entropy import cross_entropy
 from runtime.model.layers.hugging_face import experts
 from runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
 from runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
 from runtime.model.layers.hugging_face.layers import router_of as router_of
 from runtime.model.layers.hugging_face.parallel import cut_over, plan_for
 from runtime.model.layers.hugging_face.weights import Weights
+from runtime.model.layers.unfilled import is_unfilled
 from runtime.model.layers.worker_group import worker_group
 from runtime.model.seeds import derive_seed, seeded
 
@@ -61,7 +63,7 @@ class HuggingFace:
             module = self._made(layer).train()
             if torch.get_default_device().type != "meta":
                 self._initialise(module)
-                if self._weights is not None:
+                if self._weights is not None and not is_unfilled():
                     self._load(module, layer, self._weights)
         group = worker_group()
         if group is not None and isinstance(module, DecoderLayer):
@@ -71,9 +73,12 @@ class HuggingFace:
     def loss(self, output: Any, target: Tensor) -> Tensor:
         """transformers' own loss: cross entropy, mean over tokens, and that of routers where they have one."""
         logits, balance = (output, None) if isinstance(output, Tensor) else output
-        target = target.contiguous()  # which is viewed flat
-        loss: Tensor = self._sample.loss_function(logits=logits, labels=target, vocab_size=self._config.vocab_size,
-                                                  shift_labels=target)
+        if logits.dtype in (torch.bfloat16, torch.float16):  # of which transformers would make a float32 copy
+            loss = cross_entropy(logits, target)
+        else:
+            target = target.contiguous()  # which is viewed flat
+            loss = self._sample.loss_function(logits=logits, labels=target, vocab_size=self._config.vocab_size,
+                                              shift_labels=target)
         return loss if balance is None else loss + self._config.router_aux_loss_coef * balance
 
     def _made(self, layer: int) -> nn.Module:

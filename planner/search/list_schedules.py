@@ -1,47 +1,45 @@
-"""Step 2: a solution of every piece by the list schedulers."""
+"""A solution of every piece of a candidate by the list schedulers."""
 
 import contextlib
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model import assemble
 from planner.model.decompose import joined_pieces
 from planner.model.problem import Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
-from planner.search.budget import Budget
+from planner.params import DEFAULTS, ListParams
 from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
-from planner.search.list_search import MOST_STEPS, search
+from planner.search.list_search import search
 from schedules.precedence import OpKey
 from schedules.schedule import Worker
 
-LARGEST_JOINED, USUALLY_JOINED, QUICKLY_JOINED = 60_000, 30_000, 10_000
-"""Compute ops of all different pieces up to which they are put on one clock where the whole takes longer than each; up
-to which always; and up to which even when the time is over."""
-APART_SHARE = 0.5
-"""Share of the time for each piece by itself, where they are put on one clock then."""
 
-
-def list_schedules(known: Incumbent, budget: Budget, steps: int = MOST_STEPS) -> Incumbent:
+def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
+                   steps: int | None = None) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
     Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
     reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
     times. `steps`: at random, of each piece at most.
     """
+    steps = params.most_steps if steps is None else steps
     ops = known.operations
-    join = _separate(known) and ops <= LARGEST_JOINED
-    found = _each_alone(known, budget.share(APART_SHARE) if join else budget, steps)
+    join = _separate(known) and ops <= params.largest_joined
+    found = _each_alone(known, budget.share(params.piece_share) if join else budget, params, steps)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
-    join = join and found.open and (ops <= USUALLY_JOINED or found.period != max(found.periods))
-    return _on_one_clock(found, budget, steps) if join and (budget.seconds > 0 or ops <= QUICKLY_JOINED) else found
+    join = join and found.open and (ops <= params.usually_joined or found.period != max(found.periods))
+    join = join and (budget.seconds > 0 or ops <= params.quickly_joined)
+    return _on_one_clock(found, budget, params, steps) if join else found
 
 
-def on_one_clock(known: Incumbent) -> Incumbent:
+def on_one_clock(known: Incumbent, params: ListParams) -> Incumbent:
     """The same plan with all pieces of a layout as one, where there are several and they are not too large for that."""
-    small = known.operations <= USUALLY_JOINED
+    small = known.operations <= params.usually_joined
     return _as_one_piece(known) if _separate(known) and small and known.open else known
 
 
@@ -55,7 +53,7 @@ def _report(period: int, known: Incumbent, budget: Budget) -> None:
     budget.progress.found("list scheduler", ticks, bound)
 
 
-def _each_alone(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
+def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
     order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
     found: dict[int, tuple[Solution, int]] = {}
     longest = 0
@@ -63,22 +61,20 @@ def _each_alone(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
-        found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop,
-                              steps)
+        found[index] = search(problem, max(known.bound, longest), part, params, steps,
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)
 
 
-def _on_one_clock(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
+def _on_one_clock(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
     """All pieces as one, with the better of their own plans and of list schedules of the whole."""
     best = _as_one_piece(known)
     if budget.seconds <= 0:
         return best
     with contextlib.suppress(StuckError):
-        other, ticks = search(best.pieces[0].problem, known.bound, budget.deadline, budget.seed, lambda _: None,
-                              budget.stop, steps)
+        other, ticks = search(best.pieces[0].problem, known.bound, budget, params, steps)
         found = best.with_solutions([other], [ticks])
         if found.period < best.period:
             best = found
