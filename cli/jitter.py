@@ -1,14 +1,20 @@
-"""`slipstream jitter`: the period of a schedule under noise and stragglers."""
+"""`slipstream jitter`: the period of a schedule under noise, stragglers, and samples that are not alike."""
 
-from typing import Annotated
+import time
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from cli.shared.console import duration, err, out, print_json, refuse
 from cli.shared.inputs import parse_workers, read_schedule_or_refuse
 from cli.shared.options import Json, ScheduleFile, Seed
-from schedules.schedule import Worker
+from planner.job.profiler_trace import ProfilerTraceError
+from planner.job.straggler_trace import SUFFIX, read_straggler_trace
+from schedules.dealing import CostError, Dealer, costs_of, read_lengths, require_costs
+from schedules.schedule import Schedule, Worker
 from schedules.timing import Noise, replay
 
 Spread = Annotated[float, typer.Option("--noise", metavar="SHARE", min=0, max=2, help=(
@@ -18,13 +24,30 @@ Slow = Annotated[list[str] | None, typer.Option("--slow", metavar="D.S=FACTOR", 
 Replays = Annotated[int, typer.Option("--replays", metavar="N", min=1, max=1_000_000, help="How many replays.")]
 
 
+Lengths = Annotated[Path | None, typer.Option("--lengths", metavar="FILE", help=(
+    "Samples that are not alike: a line each, with the lengths of its documents in tokens; or a .parquet file of "
+    "StragglerAnalysis, with the times of ops. Says what the plan loses by them, and what dealing them gives back."))]
+Attention = Annotated[float, typer.Option("--attention", metavar="SHARE", min=0, max=1, help=(
+    "With --lengths in tokens: the share of F and I that grows with the squares of documents' lengths; the rest grows "
+    "with tokens."))]
+Context = Annotated[int | None, typer.Option("--context", metavar="N", min=1, max=2**31 - 1, help=(
+    "With --lengths in tokens: the most tokens a sample has; more is refused."))]
+SWAPS = (1, 100, 300, 1000, 3000, 10_000)
+DEFAULT_SWAPS = 3000
+ERRORS = (0.05, 0.1, 0.2)
+MOST_ITERATIONS = 50
+
+
 def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays: Replays = 10_000, seed: Seed = 0,
-           json: Json = False) -> None:
-    """Replay a schedule thousands of times with noise in its op times, or with a straggler.
+           lengths: Lengths = None, attention: Attention = 0.3, context: Context = None, json: Json = False) -> None:
+    """Replay a schedule thousands of times with noise in its op times, with a straggler, or with unequal samples.
 
     Workers keep the planned order and start each op as early as they can; iterations follow each other.
     """
     schedule = read_schedule_or_refuse(file)
+    if lengths is not None:
+        _with_lengths(schedule, file, lengths, attention, context, seed, json)
+        return
     try:
         with err.status("replaying"):
             seconds = replay(schedule, Noise(spread=noise, slow=dict(map(_straggler, slow or ()))), replays=replays,
@@ -41,6 +64,69 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
     out.print(f"period planned {duration(planned)}; over {replays:,} replays {duration(answer['mean'])} on average, "
               f"{100 * answer['mean'] / planned:.1f} % of it; 5 % below {duration(low)}, 5 % above {duration(high)}",
               soft_wrap=True)
+
+
+def _with_lengths(schedule: Schedule, file: Path, lengths: Path, attention: float, context: int | None, seed: int,
+                  json: bool) -> None:
+    try:
+        dealer = Dealer(schedule)
+        costs = _costs(lengths, dealer, attention, context)
+        with err.status("dealing"):
+            answer = _dealt(dealer, costs, seed, schedule.seconds(schedule.period_ticks))
+    except ProfilerTraceError as error:
+        refuse(error)
+    except CostError as error:
+        refuse(error if str(error).startswith(str(lengths)) else f"{lengths}: {error}")
+    except ValueError as error:
+        refuse(f"{file}: {error}")
+    if json:
+        print_json(answer)
+        return
+    own = answer["as_they_come"]
+    out.print(f"{answer['iterations']} iterations of {dealer.samples} samples: planned as equal "
+              f"{duration(answer['planned'])}, as they come {duration(own)}; dealt, by swaps:", soft_wrap=True)
+    for row in answer["dealt"]:
+        out.print(f"  {row['swaps']:>6,} swaps  {duration(row['mean'])}, {100 * row['mean'] / own:.1f} % of that, "
+                  f"{row['cpu_seconds'] * 1e3:.1f} ms of CPU an iteration", soft_wrap=True)
+    for row in answer["errors"]:
+        out.print(f"  costs known to {100 * row['error']:.0f} %  {duration(row['mean'])}, "
+                  f"{100 * row['mean'] / own:.1f} %", soft_wrap=True)
+
+
+def _costs(lengths: Path, dealer: Dealer, attention: float, context: int | None) -> npt.NDArray[np.float64]:
+    """[iterations, samples, 3], or by stage."""
+    if lengths.suffix == SUFFIX:
+        found = read_straggler_trace(lengths).costs()[:MOST_ITERATIONS]
+        require_costs(found[0], dealer.samples, dealer.stages)
+        return found
+    every = costs_of(read_lengths(lengths, context), attention)
+    iterations = min(len(every) // dealer.samples, MOST_ITERATIONS)
+    if not iterations:
+        raise CostError(f"{len(every)} samples; expected at least {dealer.samples}, those of an iteration")
+    return every[:iterations * dealer.samples].reshape(iterations, dealer.samples, 3)
+
+
+def _dealt(dealer: Dealer, costs: npt.NDArray[np.float64], seed: int, planned: float) -> dict[str, Any]:
+    """What each number of swaps brings, and errors of the costs; all of it in seconds an iteration."""
+    dealer.deal(costs[0], seed=seed, swaps=1)  # compiled before it is timed
+
+    def mean(known: npt.NDArray[np.float64], swaps: int) -> tuple[float, float]:
+        began = time.process_time()
+        dealt = [dealer.deal(one, seed=seed + number, swaps=swaps).sample for number, one in enumerate(known)]
+        took = (time.process_time() - began) / len(known)
+        return float(dealer.seconds(costs, dealt).mean()), took
+
+    rows = []
+    for swaps in SWAPS:
+        found, took = mean(costs, swaps)
+        rows.append({"swaps": dealer.swaps(swaps), "mean": found, "cpu_seconds": took})
+    random, errors = np.random.default_rng(seed), []
+    for error in ERRORS:  # of a sample, alike for all of its ops
+        factors = random.lognormal(-error**2 / 2, error, costs.shape[:2])
+        errors.append({"error": error, "mean": mean(costs * np.expand_dims(factors, tuple(range(2, costs.ndim))),
+                                                    DEFAULT_SWAPS)[0]})
+    return {"planned": planned, "iterations": len(costs), "as_they_come": mean(costs, 0)[0], "dealt": rows,
+            "errors": errors}
 
 
 def _straggler(text: str) -> tuple[Worker, float]:

@@ -13,7 +13,8 @@ from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import MAX_RANKS, JobError, parse_job
 from planner.job.presets import ESTIMATED, preset, preset_names
 from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
-from planner.job.writer import job_text
+from planner.job.straggler_trace import SUFFIX, read_straggler_trace
+from planner.job.writer import job_text, rounded
 
 T = TypeVar("T")
 MOST = 2**31
@@ -25,7 +26,8 @@ Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, m
     f"Start from one of {', '.join(preset_names())}."))]
 Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BEGIN, metavar="FILE", help=(
     "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's pipelines "
-    "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One per rank: may be repeated."))]
+    "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One per rank: may be repeated. Or a .parquet "
+    "file of ByteDance's StragglerAnalysis."))]
 Pattern = Annotated[str | None, typer.Option("--pattern", rich_help_panel=OF_TRACE, metavar="REGEX", help=(
     "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))]
 Layers = Annotated[int | None, typer.Option("--layers", rich_help_panel=BEGIN, metavar="N", min=1, max=100_000, help=(
@@ -163,6 +165,10 @@ def _preset(name: str, *, shard_optimizer: bool) -> str:
 def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
                 microbatches: int | None, transfer: float) -> str:
     source = ", ".join(map(str, files))
+    if any(file.suffix == SUFFIX for file in files):
+        if len(files) > 1 or pattern is not None:
+            refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
+        return _from_parquet(files[0], name, transfer)
     try:
         times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
     except ProfilerTraceError as error:
@@ -176,6 +182,25 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     if not transfer:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
     return job_text(tables, {"": [f"Stage times from {source}."], "time": remarks})
+
+
+def _from_parquet(file: Path, name: str | None, transfer: float) -> str:
+    try:
+        trace = read_straggler_trace(file)
+    except ProfilerTraceError as error:
+        refuse(error)
+    _, pipelines, stages, microbatches, _ = trace.seconds.shape
+    forward, backward = trace.stage_seconds().T.tolist()
+    values = rounded([*forward, *[one / 2 for one in backward]])
+    halves = values[stages:]
+    times = {"forward": values[:stages], "backward_input": halves, "backward_weight": list(halves)}
+    tables = job_tables(name or file.stem, times, pipelines=pipelines, microbatches=microbatches, transfer=transfer)
+    tables["time"]["optimizer"], = rounded([trace.optimizer]) if trace.optimizer else [0.0]
+    remarks = ["Seconds, one value per stage: means over micro-batches, the middle of pipelines.",
+               "Backwards are whole: half of each is taken for I, half for W. optimizer: with clipping and gathering."]
+    if slow := trace.slow():
+        tables["time"]["slow"] = slow
+    return job_text(tables, {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
 
 
 def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:

@@ -7,6 +7,7 @@ steps, one seed gives one plan: on any machine, at any load, with any number of 
 import threading
 import time
 from collections import Counter
+from enum import StrEnum
 
 import msgspec
 
@@ -27,8 +28,21 @@ SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time."""
 
 
+class End(StrEnum):
+    """Why a search ends."""
+
+    BOUND = "the bound is reached"
+    SECONDS = "the time is up"
+    STEPS = "the steps are made"
+    STALE = "nothing better was found for long"
+    INTERRUPT = "it was interrupted"
+
+
 class Clock:
     """The time of this machine. Counted steps take what they take."""
+
+    end = End.SECONDS
+    """Why a search ends that has used up all of it."""
 
     steps = 0.0
     """Counted so far."""
@@ -66,6 +80,8 @@ class Clock:
 
 class StepClock(Clock):
     """Counts steps; each takes `STEP_SECONDS`. Only one thread counts on each."""
+
+    end = End.STEPS
 
     def __init__(self, steps: float = 0.0) -> None:
         self.steps = steps
@@ -146,6 +162,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     def stopped(self) -> bool:
         """Whether the search is to end before the deadline."""
         return self.stop.is_set()
+
+    def end(self, best: int, bound: int, needs: float = 0.0) -> End | None:
+        """Why a search ends whose best plan has this period, in ticks. None: it goes on.
+
+        `needs`: seconds for what it does next.
+        """
+        if best <= bound:
+            return End.BOUND
+        if self.stopped:
+            return End.INTERRUPT
+        return self.clock.end if self.seconds <= needs else None
 
     def share(self, share: float) -> "Budget":
         """A part of the time that is left, with all else."""

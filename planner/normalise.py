@@ -277,7 +277,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
         schedule = _bounded_by(schedule, best.schedule) if moving else _for_roles(schedule, windows)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
-        best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally,
+        best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from planner.budget import Budget, Clock, Tally
+from planner.budget import Budget, Clock, End, Tally
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
@@ -47,6 +47,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, of the best plan in which no layers change hands, where they do in this one."""
     tally: Tally | None = None
     """How often each technique was tried for this schedule, and how often it helped."""
+    end: End | None = None
+    """Why the search ended, where that is known."""
 
     @property
     def period(self) -> float:
@@ -109,7 +111,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=evidence, fault_free=fault_free, fixed_period=found.fixed_period, tally=budget.tally)
+                evidence=evidence, fault_free=fault_free, fixed_period=found.fixed_period,
+                tally=budget.tally, end=found.end)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
@@ -170,6 +173,7 @@ class _Found(msgspec.Struct, frozen=True):
     """Found out when it is asked for."""
     fixed_period: float | None = None
     """Seconds, of the best plan with layers in place, where they move in this one."""
+    end: End | None = None
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
@@ -215,7 +219,7 @@ def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem:
     if options.layers == "move" and options.method in BASELINES:  # whose own bound is for layers in place
         solved = msgspec.structs.replace(solved, lower_bound_ticks=min(
             solved.lower_bound_ticks, any_layers_bound(options, job, failed)))
-    return _Found(_checked(solved), solved.evidence, solved.fixed_period)
+    return _Found(_checked(solved), solved.evidence, solved.fixed_period, solved.end)
 
 
 def _checked(solved: Solved) -> Schedule:

@@ -44,7 +44,7 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     bound = "" if schedule.status == "optimal" else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
     lines = [f"{bound}planned in {duration(made.solve_seconds)} by {schedule.method}" +
-             (", interrupted" if made.interrupted else "")]
+             (", interrupted" if made.interrupted else f", until {made.end}" if made.end else "")]
     if made.evidence:
         lines.append(made.evidence)
     if schedule.failed:

@@ -17,7 +17,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
            cycles: int | None = None) -> Incumbent:
     """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
     begin = params.begin_seconds * known.operations
-    if not known.open or budget.stopped or budget.seconds <= begin:
+    if budget.end(known.period, known.bound, begin):
         return known
     from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 

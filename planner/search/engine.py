@@ -3,7 +3,7 @@
 A candidate is a problem in which it is decided which layers each worker holds, and which slices micro-batches are cut
 into. First a few list schedules of each say which are worth more time. The best few of the layouts have many more, then
 the best few of all are annealed in turns, fewer each time, until one has the rest of the time (successive halving),
-and CP-SAT beside and after annealing where it is small. A job with one candidate takes the same way.
+and CP-SAT after a little annealing where it is small. A job with one candidate takes the same way.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget
+from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
 from planner.model.bounds import lower_bound
 from planner.model.decompose import Piece, decompose, undivided
 from planner.model.layout_bound import LayoutBound, can_bound
@@ -30,12 +30,14 @@ from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
 from planner.search.list_schedules import list_schedules, on_one_clock
 from planner.search.proposals import Proposals
-from planner.search.prove import finding, provable, prove, take_found
+from planner.search.prove import provable, prove
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 LARGEST_BASELINE = 200_000
 """Compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in groups."""
+LITTLE = 0.1
+"""Share of the time: list schedules that end with less of it left have used it up."""
 FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
 """What it takes to put a plan together and check it: seconds for each op, at most this share of the time."""
 
@@ -52,6 +54,8 @@ class Solved(msgspec.Struct, frozen=True):
     """What is likely to leave a gap, or nothing. Few ask, and with layouts it takes as long as some list schedules."""
     fixed_period: float | None = None
     """Seconds: the best period found with layers in place, where they move in this one."""
+    end: End = End.BOUND
+    """Why the search ended."""
     ran: str = ""
     """What really was tried, in words; what others run has its name."""
 
@@ -77,20 +81,11 @@ def _baseline(problem: Problem, method: Method) -> Solved:
 
 
 def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Annealing, beside it CP-SAT from scratch, then CP-SAT from the best so far, then annealing for the rest.
-
-    Where CP-SAT has nothing to do, the first annealing takes all of the time.
-    """
-    small = bool(provable(known, params.cp_sat))
-    with finding(known, budget.share(params.cp_sat.find_share), params.cp_sat) as finder:
-        within = budget.until(finder.budget.deadline) if finder else budget
-        known = anneal(known, within, params.annealing, params.cp_sat.hint_cycles if small else None)
-        if finder:
-            known = take_found(known, finder, budget)
-    if small or finder:
-        known = prove(known, budget, params.cp_sat)
-        known = anneal(known, budget, params.annealing)
-    return known
+    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
+    if not provable(known, params.cp_sat):
+        return anneal(known, budget, params.annealing)
+    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
+    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
 
 
 class _Engine:
@@ -100,10 +95,11 @@ class _Engine:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
         self._params, self._layouts = params, params.layouts
         self._found: list[Incumbent] = []
+        self._began = budget.clock.now()
 
     def best(self) -> Solved:
         """The best of all. Raises NoPlanError where there is none."""
-        budget, began, several = self._budget, self._budget.clock.now(), self._proposals.several
+        budget, several = self._budget, self._proposals.several
         first = self._proposals.start(shedding=not self._greedy)
         if first is not None:
             after = min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * first.operations)
@@ -121,10 +117,17 @@ class _Engine:
             self._anneal(budget)
         best = self._best
         fixed = min((known.seconds for known in self._found if not known.moved), default=None)
-        text = evidence(best, budget.clock, budget.clock.now() - began)
+        text = evidence(best, budget.clock, budget.clock.now() - self._began)
         return Solved(best.problem, list(zip(best.pieces, best.solutions, strict=True)), best.bound, best.deadlines,
                       partial(self._evidence, best, text), fixed if best.moved else None,
-                      ", ".join(budget.tally.techniques))
+                      self._end(best, budget), ", ".join(budget.tally.techniques))
+
+    def _end(self, best: Incumbent, budget: Budget) -> End:
+        """List schedules alone end before the time where random steps find nothing better for long; annealing goes on
+        while any candidate may be better."""
+        needs = LITTLE * (budget.deadline - self._began) if self._greedy else 0.0
+        goes_on = not self._greedy and self._promising()
+        return budget.end(best.period, best.bound, needs) or (budget.clock.end if goes_on else End.STALE)
 
     @property
     def _best(self) -> Incumbent:
@@ -186,13 +189,11 @@ class _Engine:
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
-        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
-        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
+        made = proposals.layouts(params.fine_rate * budget.seconds)
         left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if proposals.moving else left
-        while left and not self._done and not budget.stopped and (
-                not self._found or left > least or budget.seconds > 0):
+        while left and not self._over(budget) and (not self._found or left > least or budget.seconds > 0):
             try:
                 known = next(made, None)
             except LookupError as error:
@@ -252,13 +253,13 @@ class _Engine:
                 better = anneal(begun, turn, self._params.annealing)
                 self._replace(known, msgspec.structs.replace(better, gained=max(0.0, known.seconds - better.seconds)))
         final = self._promising()[:1]
-        if final and not self._done and not budget.stopped:
+        if final and not self._over(budget):
             self._replace(final[0], improve(on_one_clock(final[0], self._params.lists), budget, self._params))
 
     def _in_turn(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
         """Each with an equal share of the time, until some candidate is as good as any can be."""
         for number, known in enumerate(some):
-            if self._done or budget.stopped:
+            if self._over(budget):
                 return
             yield known, budget.share(1 / (len(some) - number))
 
@@ -270,10 +271,9 @@ class _Engine:
                        if known.open and known.period > 1.001 * known.least and known.least_seconds < best),
                       key=lambda known: known.expected(self._layouts.again))
 
-    @property
-    def _done(self) -> bool:
-        """Whether some candidate is as good as any can be."""
-        return any(not known.open for known in self._found)
+    def _over(self, budget: Budget) -> bool:
+        """Whether some candidate is as good as any can be, or the search was stopped."""
+        return budget.stopped or any(not known.open for known in self._found)
 
     def _replace(self, known: Incumbent, better: Incumbent) -> None:
         if better.period > known.period:

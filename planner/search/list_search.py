@@ -110,9 +110,8 @@ class _Best:
 
     @property
     def over(self) -> bool:
-        """Nothing left to gain, or no time for another try, or told to stop."""
-        return self.closed or (self.period is not None and (
-            self._budget.stopped or self._clock.now() + self._slowest > self._deadline))
+        """There is a plan, and nothing left to gain, or no time for another try, or told to stop."""
+        return self.period is not None and self._budget.end(self.period, self._bound, self._slowest) is not None
 
     def scheduler(self, arrays: ProblemArrays) -> ListScheduler:
         """A list scheduler of an assignment."""

@@ -1,15 +1,10 @@
-"""CP-SAT improves small pieces and proves them optimal, or looks for a plan of its own, beside annealing."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""CP-SAT improves small pieces, and proves them optimal."""
 
 import msgspec
 
 from planner.budget import Budget
 from planner.model.problem import Problem
-from planner.model.start_times import solution_period
 from planner.params import CpSatParams
-from planner.search.cpsat.finder import Finder
 from planner.search.incumbent import Incumbent
 
 
@@ -61,31 +56,3 @@ def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
 def _options(problem: Problem) -> int:
     """Compute ops, counted once per possible host."""
     return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
-
-
-@contextmanager
-def finding(known: Incumbent, budget: Budget, params: CpSatParams) -> Iterator[Finder | None]:
-    """CP-SAT at work on the longest piece, if it is small enough; ended with the context."""
-    index = known.longest
-    problem, counts = known.pieces[index].problem, known.pieces[index].problem.grid.microbatches
-    small = problem.routes is None and problem.operations <= params.largest_found and \
-        max(counts) <= params.most_microbatches
-    if not known.open or budget.stopped or not problem.failed or not small:
-        yield None
-        return
-    with Finder(problem, known.periods[index] - 1, lower_bound=known.target(index), budget=budget) as finder:
-        yield finder
-
-
-def take_found(known: Incumbent, finder: Finder, budget: Budget) -> Incumbent:
-    """Wait for the finder's plan where one is still wanted, and take it where it is better."""
-    found = finder.result(budget.stop, wanted=known.open and not budget.stopped)
-    index = next(index for index, piece in enumerate(known.pieces) if piece.problem is finder.problem)
-    if found is None or (period := solution_period(finder.problem, found)) >= known.periods[index]:
-        budget.tally.add("CP-SAT: from scratch")
-        return known
-    budget.tally.add("CP-SAT: from scratch", helped=1)
-    known = known.with_piece(index, found, period)
-    tick = known.problem.tick_seconds
-    budget.progress.found("CP-SAT", known.period * tick, known.bound * tick)
-    return known

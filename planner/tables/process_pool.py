@@ -1,19 +1,20 @@
-"""A pool of processes for long, independent tasks. All end when one dies or the caller stops.
+"""Processes for long, independent tasks. All end when one dies or the caller stops.
 
-The standard pools either hang when a process is killed (multiprocessing.Pool) or cannot stop running tasks
-(concurrent.futures). A table build is usually interrupted in the middle of tasks.
+`concurrent.futures` runs them, but cannot stop tasks that are running, and a table build is usually interrupted in the
+middle of tasks: so each process waits in a thread for a pipe to close, and ends with it.
 """
 
-import multiprocessing
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -27,28 +28,35 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
             refusals: tuple[type[Exception], ...] = ()) -> Generator[tuple[Task, Result], None, None]:
     """Pairs (task, result) as they finish, from up to `jobs` processes. Tasks are started in order.
 
-    `function` is copied to each process once, and may keep state there. All processes end when the iteration ends;
-    those of a killed caller end when they have finished their task. The processes ignore Ctrl-C, which is for the
-    caller. Raises the exceptions in `refusals` as the function raised them, and PoolError for all others.
+    `function` is copied to each process once, and may keep state there. All processes end when the iteration ends, and
+    with a killed caller. They ignore Ctrl-C, which is for the caller. Raises the exceptions in `refusals` as the
+    function raised them, and PoolError for all others.
     """
-    pending = list(tasks)[::-1]
-    context = multiprocessing.get_context("spawn")
-    processes: list[_PoolProcess[Task]] = []
+    pending = list(tasks)
+    if not pending:
+        return
+    context = get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin, (theirs, function))
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
-            processes += [_PoolProcess(context, function, refusals) for _ in range(min(jobs, len(pending)))]
-        for process in processes:
-            process.start(pending.pop())
-        while busy := {process.pipe: process for process in processes if process.busy}:
-            for pipe in wait(list(busy)):
-                process = busy[pipe]  # type: ignore[index]
-                task, result = process.result()
-                if pending:
-                    process.start(pending.pop())
-                yield task, result
+            running = {pool.submit(_run, task, refusals): task for task in pending}
+        for future in as_completed(running):
+            try:
+                result, failure = future.result()
+            except BrokenProcessPool:
+                first = next(task for one, task in running.items() if not one.done() or one.exception())
+                raise PoolError(f"{first}: its process died, or that of another task at the same time; perhaps it was "
+                                "killed for want of memory") from None
+            if isinstance(failure, Exception):
+                raise failure
+            if failure is not None:
+                raise PoolError(f"{running[future]}: {failure}")
+            yield running[future], result
     finally:
-        for process in processes:
-            process.close()
+        ours.close()
+        pool.shutdown(cancel_futures=True)
+        theirs.close()
 
 
 @contextmanager
@@ -78,65 +86,26 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-class _PoolProcess(Generic[Task]):
-    """One process, and the task that it works on."""
-
-    def __init__(self, context: multiprocessing.context.SpawnContext, function: Callable[[Any], Any],
-                 refusals: tuple[type[Exception], ...]) -> None:
-        self.pipe, other = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_serve, args=(other, function, refusals), daemon=True)
-        self._process.start()
-        other.close()  # the process has the only other end, so that its death ends the pipe
-        self._task: list[Task] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._task)
-
-    def start(self, task: Task) -> None:
-        self._task = [task]
-        with suppress(OSError):  # it has died, as `result` will find
-            self.pipe.send(task)
-
-    def result(self) -> tuple[Task, Any]:
-        task = self._task.pop()
-        try:
-            result, failure = self.pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(1)
-            raise PoolError(f"{task}: its process died (exit status {self._process.exitcode}); perhaps it was killed "
-                            "for want of memory") from None
-        if isinstance(failure, Exception):
-            raise failure
-        if failure is not None:
-            raise PoolError(f"{task}: {failure}")
-        return task, result
-
-    def close(self) -> None:
-        self.pipe.close()
-        self._process.terminate()
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(5)
+_OF_PROCESS: list[Callable[[Any], Any]] = []
+"""What a process of a pool runs, which may keep state: set once, before its first task."""
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any], refusals: tuple[type[Exception], ...]) -> None:
-    """The main function of a process: one task after the other until the pipe is closed."""
+def _begin(pipe: Connection, function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
-            task = pipe.recv()
-        except (EOFError, OSError):
-            return
-        answer: tuple[Any, Exception | str | None]
-        try:
-            answer = (function(task), None)
-        except refusals as error:
-            answer = (None, error)
-        except Exception:
-            answer = (None, traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except OSError:
-            return
+    _OF_PROCESS.append(function)
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+
+
+def _end_with(pipe: Connection) -> None:
+    """End this process when the caller's end of a pipe is closed, whatever it is at."""
+    pipe.poll(None)
+    os._exit(1)
+
+
+def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Exception | str | None]:
+    try:
+        return _OF_PROCESS[0](task), None
+    except refusals as error:
+        return None, error
+    except Exception:
+        return None, traceback.format_exc()

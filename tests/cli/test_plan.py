@@ -96,6 +96,23 @@ def test_bad_options_exit_2(job, arguments, says):
     assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr
 
 
+def test_what_steers_the_search_is_read_and_what_it_tried_is_told(tmp_path):
+    job, params, out = (tmp_path / name for name in ("job.toml", "params.toml", "plan.json"))
+    job.write_text(HARD)
+    params.write_text("[annealing]\ntrade = 0.0\n")
+    arguments = ("plan", job, "--failed", "1.2", "--steps", 50_000, "--params", params, "--out", out)
+    said = slipstream(*arguments, "--verbose").stdout
+    assert re.search(r"0 +0 +annealing: trade units", said) is None
+    assert re.search(r"[1-9][\d,]* +\d+ +annealing: exchange runs of ops", said)
+    assert "by list schedules, annealing" in said and "until the steps are made" in said
+    first = out.read_bytes()
+    assert "annealing:" not in slipstream(*arguments).stdout and out.read_bytes() == first
+    assert "list schedules, annealing" in read(out).method
+    params.write_text("[annealing]\nheat = 1\n")
+    refused = slipstream(*arguments)
+    assert refused.exit_code == 2 and "params.toml: Object contains unknown field `heat`" in refused.stderr
+
+
 def test_all_workers_of_a_failed_node_are_down(tmp_path):
     path, out = tmp_path / "job.toml", tmp_path / "plan.json"
     path.write_text(JOB + "[topology]\nworkers_per_node = 2\n")

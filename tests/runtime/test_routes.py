@@ -38,7 +38,7 @@ def eight_layers(iterations: int = 6, **training: object) -> RunConfig:
 def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: BackwardMode = "split",
             optimizer: OptimizerMode = "staggered") -> Iterator[Schedule]:
     """A schedule for each way to answer these failures."""
-    for layout in candidates(layout_problem(job, failed, backward=backward, layers=layers), seconds=SECONDS / 2):
+    for layout in candidates(layout_problem(job, failed, backward=backward, layers=layers)):
         problem = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer)
         solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + SECONDS))
         yield build_schedule(problem, solved.pieces, lower_bound=1, method="greedy", deadlines=solved.deadlines)

@@ -52,7 +52,7 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
     start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(CHAINS - 1) as others:
-        while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
+        while budget.end(pieces.period, goal, slowest) is None:
             began = clock.now()
             first, *rest = pieces.next_chains(goal)
             if cycles is not None and first.cycles >= cycles:

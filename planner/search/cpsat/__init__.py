@@ -2,6 +2,5 @@
 
     variables      decision variables
     constraints    the rules, one method each
-    model          improves a plan, or finds a shorter one from scratch
-    finder         the latter in a thread, beside annealing
+    model          improves a plan, and proves how short one can be
 """

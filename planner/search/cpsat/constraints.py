@@ -16,17 +16,13 @@ class Constraints:
         self._problem = problem
         self._variables = variables
 
-    def add_all(self, *, in_turn: bool = False) -> None:
-        """All rules, in the order of the problem's statement.
-
-        `in_turn` has the micro-batches of a pipeline pass all stages in order, also those with a choice of hosts: this
-        may exclude the best plans, but leaves a far smaller space to look in.
-        """
+    def add_all(self) -> None:
+        """All rules, in the order of the problem's statement."""
         self._data_flows()
         self._one_op_at_a_time()
         self._memory()
         self._windows()
-        self._microbatches_in_order(in_turn)
+        self._microbatches_in_order()
 
     def _data_flows(self) -> None:
         """Start of an op >= end of each producer + transfer where a tensor crosses and their hosts differ.
@@ -118,22 +114,20 @@ class Constraints:
                 slowest = max(problem.times.optimizer)
                 model.add(variables.period >= variables.last[column] + slowest)
 
-    def _microbatches_in_order(self, everywhere: bool) -> None:
+    def _microbatches_in_order(self) -> None:
         """Symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
 
         They are interchangeable: handing the k-th F, I and W of every stage to micro-batch k keeps every rule. Where
-        some unit has a choice that is not so, and they only do so if they are to do it `everywhere`.
+        some unit has a choice that is not so.
         """
         problem, variables = self._problem, self._variables
         grid = problem.grid
         for pipeline, count in enumerate(grid.microbatches):
-            choice = [len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))]
-            if any(choice) and not everywhere:
+            if any(len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
                 continue
             for microbatch in range(count - grid.chains):
                 later = microbatch + grid.chains  # the next one along the same chain
                 for stage in grid.path(microbatch):
                     for kind in problem.kinds:
                         early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, later)
-                        begin = variables.start[early] if choice[stage] else variables.end[early]
-                        self._model.add(variables.start[late] >= begin)
+                        self._model.add(variables.start[late] >= variables.end[early])

@@ -1,4 +1,4 @@
-"""CP-SAT: improve a plan, which is the hint and never made worse, or find a shorter one from scratch."""
+"""CP-SAT: improve a plan, which is the hint and never made worse, and prove how short one can be."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -65,26 +65,11 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
 
 
-def find(problem: Problem, longest: int, *, lower_bound: int, budget: Budget) -> Solution | None:
-    """A plan with a period of at most `longest`, in which the micro-batches of a pipeline pass every stage in order.
-
-    None if there is none, or none is found within the budget. The solver builds plans op by op from the start, as a
-    list scheduler does, but learns from each that fails. Where a worker has a dozen micro-batches this finds plans
-    that annealing does not; where it has many more it finds nothing.
-    """
-    model, variables = _model(problem, lower_bound, longest, in_turn=True)
-    solver = _solver(budget, small=False)
-    solver.parameters.search_branching = cp_model.FIXED_SEARCH
-    status = _solve(solver, model, _OnSolution(lambda _: None), budget)
-    return _read(problem, variables, solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-
-
-def _model(problem: Problem, shortest: int, longest: int, *,
-           in_turn: bool = False) -> tuple[cp_model.CpModel, Variables]:
+def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
     """The problem as a model that looks for the shortest period between two."""
     model = cp_model.CpModel()
     variables = Variables(model, problem, _horizon(problem, longest))
-    Constraints(model, problem, variables).add_all(in_turn=in_turn)
+    Constraints(model, problem, variables).add_all()
     model.add(variables.period >= shortest)
     model.add(variables.period <= longest)
     model.minimize(variables.period)

@@ -27,7 +27,7 @@ def layered(pipelines, stages, microbatches, *, more=""):
 
 def problems(job, failed):
     given = layout_problem(job, failed, layers="move")
-    return [problem_of_layout(job, failed, layout) for layout in candidates(given, seconds=0.2)]
+    return [problem_of_layout(job, failed, layout) for layout in candidates(given)]
 
 
 @pytest.mark.parametrize("seed", range(6))

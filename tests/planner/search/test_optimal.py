@@ -10,10 +10,7 @@ from planner.budget import Budget
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.from_job import build_problem
-from planner.model.start_times import solution_period
 from planner.plan import plan_job
-from planner.search.baselines import BASELINES
-from planner.search.cpsat.model import find
 from planner.search.engine import solve
 from schedules.check import check
 from schedules.schedule import Worker
@@ -81,33 +78,6 @@ def test_bounds_of_shared_work_hold_for_slices_too(case):
     whole = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True)
     cut = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True, sliced=True)
     assert lower_bound(cut) <= lower_bound(whole) <= optimal_period(whole)
-
-
-@settings(max_examples=40)
-@given(tiny())
-def test_what_cp_sat_finds_from_scratch_keeps_every_rule(case):
-    job, failed, backward, optimizer = case
-    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=False)
-    longest = solution_period(problem, BASELINES["1f1b"](problem)) - 1
-    bound = lower_bound(problem)
-    found = find(problem, longest, lower_bound=bound, budget=Budget.of_steps(4_000_000))
-    if found is None:  # its micro-batches keep their order at every stage, which the best plan may not
-        return
-    schedule = build_schedule(problem, found, lower_bound=bound, method="cp-sat")
-    assert check(schedule) == []
-    assert bound <= schedule.period_ticks <= longest
-
-
-@pytest.mark.slow
-def test_cp_sat_finds_what_annealing_does_not():
-    """Four pipelines with three failures: 2.6 % above the bound by annealing, however long; CP-SAT meets it."""
-    job = grid(4, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5",
-               more="[memory]\ncapacity = 16\nweight_stash = 1\n")
-    problem = build_problem(job, [Worker(0, 4), Worker(1, 6), Worker(2, 0)], sharing=False)
-    bound = lower_bound(problem)
-    found = find(problem, bound * 102 // 100, lower_bound=bound, budget=Budget.of_steps(40_000_000))
-    assert found is not None
-    assert solution_period(problem, found) <= bound * 1.02
 
 
 def test_slow_workers_are_exact_and_leave_to_others_what_they_have_no_time_for():

@@ -105,7 +105,7 @@ def layouts(seed, optimizer, backward):
                times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\n"
                f"optimizer = 2\nall_reduce = {reductions}\n")
     failed = [Worker(chosen.randrange(pipelines), chosen.randrange(stages))]
-    for layout in candidates(layout_problem(job, failed, layers="move"), seconds=0.2):
+    for layout in candidates(layout_problem(job, failed, layers="move")):
         yield problem_of_layout(job, failed, layout, optimizer=optimizer, backward=backward)
 
 

@@ -1,0 +1,57 @@
+"""Costs of samples by the lengths of their documents, as a file gives them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from schedules.dealing.deal import CostError, Costs
+
+MAX_BYTES = 2**28
+
+
+def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
+    """The documents' lengths, in tokens, of each sample: a line each. Raises CostError naming the line.
+
+    `context`: the most tokens a sample has.
+    """
+    try:
+        data = path.read_bytes()[:MAX_BYTES + 1]
+        if len(data) > MAX_BYTES:
+            raise CostError(f"{path}: more than {MAX_BYTES} bytes")
+        lines = data.decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    samples = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 2**31 for word in words):
+            raise CostError(f"{path}: line {number} is {line[:60]!r}; expected the lengths of a sample's documents, "
+                            "whole numbers above 0")
+        lengths = [int(word) for word in words]
+        if context is not None and max(lengths) > context:
+            raise CostError(f"{path}: line {number}: a document of {max(lengths)} tokens, and a sample has at most "
+                            f"{context}")
+        if context is not None and sum(lengths) > context:
+            raise CostError(f"{path}: line {number}: documents of {sum(lengths)} tokens together, and a sample has at "
+                            f"most {context}")
+        samples.append(lengths)
+    if not samples:
+        raise CostError(f"{path}: no sample; expected a line each, with the lengths of its documents")
+    return samples
+
+
+def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
+    """[samples, 3]: F, I and W of each sample, as multiples of the mean.
+
+    `attention`: the share of F and of I that grows with the squares of documents' lengths, on average; the rest, and
+    W, which has matrix products only, grow with tokens.
+    """
+    tokens = np.array([sum(lengths) for lengths in samples], np.float64)
+    squares = np.array([sum(length**2 for length in lengths) for lengths in samples], np.float64)
+    plain: npt.NDArray[np.float64] = tokens / tokens.mean()
+    both = (1 - attention) * plain + attention * squares / squares.mean()
+    return np.stack((both, both, plain), axis=1)

@@ -1,0 +1,98 @@
+"""`slipstream jitter --lengths`, and `new --trace` and `jitter` with files of StragglerAnalysis: made here, small."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from planner.job.file import read_job
+from planner.plan import plan_job
+from schedules.codec import write
+from tests.jobs import grid
+
+pytestmark = pytest.mark.usefixtures("counted_steps")
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install slipstream-train[parquet]")
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def trace(path, *, slow=1.0, without=None, chunk=0):
+    """3 pipelines x 2 stages x 4 micro-batches, 2 steps; forward 1 s, backward 2 s times a sample's length."""
+    from pyarrow import parquet
+
+    random, rows = np.random.default_rng(0), []
+    for step in (5, 9):
+        of_pipeline = random.lognormal(-0.3, 0.8, 4)  # others have the same in another order: nobody is slow by them
+        length = np.stack([np.roll(of_pipeline, pipeline) for pipeline in range(3)])
+        for pipeline in range(3):
+            for stage in range(2):
+                factor = slow if (pipeline, stage) == (1, 0) else 1.0
+                for index in range(4):
+                    for kind, seconds in (("forward-compute", 1.0), ("backward-compute", 2.0)):
+                        rows.append((pipeline, stage, step, kind, factor * seconds * length[pipeline, index], index,
+                                     chunk))
+                rows.append((pipeline, stage, step, "optimizer", 0.25, 0, 0))
+                rows.append((pipeline, stage, step, "grads-reduce-scatter", 0.5 + pipeline, 0, 0))
+    names = ("dp_rank", "stage", "step", "optype", "duration", "mb_id", "mc")
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    if without is not None:
+        del columns[without]
+    parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(plan_job(grid(3, 2, 4, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1"),
+                   method="greedy").schedule, tmp_path / "plan.json")
+    return tmp_path
+
+
+def test_a_job_from_a_trace(here):
+    trace(here / "t.parquet", slow=2.4)
+    assert slipstream("new", "--trace", "t.parquet").exit_code == 0
+    job = read_job(here / "job.toml")
+    assert (job.pipelines, job.stages, job.microbatches) == (3, 2, (4, 4, 4))
+    assert job.time.backward_input == job.time.backward_weight == pytest.approx(job.time.forward, rel=1e-3)
+    assert job.time.optimizer == pytest.approx([0.75] * 2)  # of the reduction, what the last to come takes
+    ((worker, factor),) = job.time.slow
+    assert str(worker) == "1.0" and factor == pytest.approx(2.4, rel=1e-2)
+
+
+def test_what_unequal_samples_cost_and_dealing_gives_back(here):
+    lines = [f"{'500 ' * (4 - number % 4)}{2000 * (number % 4) + 1}\n" for number in range(60)]
+    (here / "lengths").write_text("".join(lines))
+    found = json.loads(slipstream("jitter", "plan.json", "--lengths", "lengths", "--attention", 0.6, "--json").stdout)
+    assert found["iterations"] == 5 and found["planned"] < found["as_they_come"]
+    assert [row["swaps"] for row in found["dealt"]] == [1, 100, 300, 1000, 3000, 10000]
+    assert found["dealt"][-1]["mean"] < found["as_they_come"]
+    trace(here / "t.parquet")
+    found = json.loads(slipstream("jitter", "plan.json", "--lengths", "t.parquet", "--json").stdout)
+    assert found["iterations"] == 2 and found["dealt"][-1]["mean"] < 0.98 * found["as_they_come"]
+    assert "costs known to 10 %" in slipstream("jitter", "plan.json", "--lengths", "t.parquet").stdout
+
+
+@pytest.mark.parametrize(("text", "options", "says"), [
+    ("1 2\nx\n", [], "line 2 is 'x'; expected the lengths"), ("3 -1\n", [], "line 1 is '3 -1'"), ("", [], "no sample"),
+    ("100\n200\n", ["--context", 150], "line 2: a document of 200 tokens, and a sample has at most 150"),
+    ("100 100\n", ["--context", 150], "line 1: documents of 200 tokens together"),
+    ("1\n2\n", [], "lengths: 2 samples; expected at least 12")])
+def test_bad_lengths_exit_2(here, text, options, says):
+    (here / "lengths").write_text(text)
+    result = slipstream("jitter", "plan.json", "--lengths", "lengths", *options)
+    assert result.exit_code == 2 and says in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ({"without": "stage"}, "no trace of StragglerAnalysis"), ({"chunk": 1}, "workers have several stages each")])
+def test_bad_traces_exit_2(here, given, says):
+    trace(here / "t.parquet", **given)
+    for command in (["new", "--trace", "t.parquet"], ["jitter", "plan.json", "--lengths", "t.parquet"]):
+        result = slipstream(*command)
+        assert result.exit_code == 2 and says in " ".join(result.stderr.split())
+    (here / "t.parquet").write_bytes(b"none")
+    assert slipstream("new", "--trace", "t.parquet").exit_code == 2

@@ -1,0 +1,119 @@
+"""What steers a search: read from a file, refused in one line, and really used; what a search says that it tried."""
+
+import threading
+
+import msgspec
+import pytest
+
+from planner.budget import Budget, Clock, End, Tally
+from planner.model.from_job import build_problem
+from planner.options import PlanOptions
+from planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, ParamsError, SearchParams, read_params
+from planner.plan import plan_only, plan_with
+from planner.reference import FaultFree
+from planner.search.annealing.chain import OPERATORS
+from planner.search.engine import solve
+from schedules.codec import encode
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+JOB = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
+           more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
+DOWN = [Worker(0, 4)]
+
+
+def test_a_file_changes_what_it_names_and_leaves_the_rest(tmp_path):
+    path = tmp_path / "params.toml"
+    path.write_text("[annealing]\naim = 0.25\ncycles = [{hot = 1, cold = 0.5, pull = 2}]\n"
+                    "[cp_sat]\nlargest_proof = 0\n")
+    found = read_params(path)
+    assert found.annealing.aim == 0.25 and found.annealing.cycles[0].pull == 2 and found.cp_sat.largest_proof == 0
+    assert found.lists == DEFAULTS.lists and found.annealing.trade == DEFAULTS.annealing.trade
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("[annealing]\nheat = 1\n", "unknown field `heat`.*annealing"),
+    ("[lists]\nstarts = 'x'\n", "Expected `int`.*lists.starts"), ("[lists]\nstarts = 0\n", ">= 1.*lists.starts"),
+    ("[annealing]\naim = 1.5\n", "<= 1.*annealing.aim"), ("[annealing]\ncycles = []\n", "length >= 1"),
+    ("[annealing]\ntrade = 0.7\nmove = 0.7\n", "trade \\+ move"),
+    ("[walks]\n", "unknown field `walks`"), ("aim =", "params.toml"), ("", None)])
+def test_what_is_not_known_is_refused_in_one_line(tmp_path, text, says):
+    path = tmp_path / "params.toml"
+    path.write_text(text)
+    if says is None:
+        assert read_params(path) == DEFAULTS
+        return
+    with pytest.raises(ParamsError, match=says) as refused:
+        read_params(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(ParamsError, match="nowhere"):
+        read_params(tmp_path / "nowhere.toml")
+
+
+def tally_of(params):
+    budget = Budget.of_steps(400_000)
+    solved = solve(build_problem(JOB, DOWN), "cp-sat", budget, params)
+    return budget.tally, solved
+
+
+def test_a_search_says_what_it_tried_and_how_often_that_helped():
+    tally, solved = tally_of(DEFAULTS)
+    operators = {f"annealing: {name}" for name in OPERATORS.values()}
+    assert operators < set(tally.tried) and all(tally.tried[name] > 0 for name in operators)
+    assert all(0 <= tally.helped[what] <= tried for what, tried in tally.tried.items())
+    assert tally.helped["annealing: exchange runs of ops"] > 0 and tally.helped["list schedules: dispatch rules"] > 0
+    assert solved.ran.startswith("list schedules, annealing")
+    steps = sum(tally.tried[name] for name in operators)
+    assert 0 < steps <= 400_000
+
+
+def test_parameters_are_those_that_are_used():
+    """An operator whose share is 0 is never tried; nor is what is too large for a limit."""
+    params = SearchParams(annealing=AnnealingParams(trade=0.0, move=0.0), lists=ListParams(most_steps=0),
+                          cp_sat=CpSatParams(largest_proof=0))
+    tally, _ = tally_of(params)
+    assert tally.tried["annealing: trade units"] == tally.tried["annealing: move a unit"] == 0
+    assert tally.tried["list schedules: random steps"] == 0 and "CP-SAT: from the best plan" not in tally.tried
+    more, _ = tally_of(SearchParams(annealing=AnnealingParams(trade=0.5, move=0.25)))
+    tried = [more.tried[f"annealing: {name}"] for name in ("trade units", "move a unit", "exchange runs of ops")]
+    assert tried[0] > tried[1] > 0.1 * sum(tried)
+
+
+def test_the_schedule_says_what_ran():
+    quick = PlanOptions(method="greedy", steps=1000)
+    assert plan_only(quick, JOB, DOWN).schedule.method == "list schedules"
+    assert plan_only(msgspec.structs.replace(quick, method="recycle"), JOB, DOWN).schedule.method == "recycle"
+
+
+def test_no_plan_depends_on_what_is_known_of_the_fault_free_period():
+    """What the reference takes is counted for itself."""
+    options = PlanOptions(steps=100_000)
+    plans = [plan_with(options, JOB, DOWN, known=known) for known in (None, FaultFree(period=1.0, bound=1.0))]
+    assert encode(plans[0].schedule) == encode(plans[1].schedule)
+
+
+def test_what_threads_have_tried_is_added_up():
+    one, other = Tally(), Tally()
+    one.add("list schedules: random steps", 3, 1)
+    other.add("list schedules: random steps", 4, 2)
+    other.add("annealing: trade units", 0)
+    one.join(other)
+    assert one.tried["list schedules: random steps"] == 7 and one.helped["list schedules: random steps"] == 3
+    assert one.techniques == ["list schedules"]
+
+
+def test_why_a_search_ends_is_told():
+    problem = build_problem(JOB, DOWN)
+
+    def ended(method, steps, **how):
+        budget = msgspec.structs.replace(Budget.of_steps(steps), **how)
+        return solve(problem, method, budget).end
+
+    stopped = threading.Event()
+    stopped.set()
+    assert ended("cp-sat", 100_000) is End.STEPS and ended("greedy", 5_000) is End.STEPS
+    assert ended("greedy", 10_000_000) is End.STALE
+    assert ended("cp-sat", 100_000, stop=stopped) is End.INTERRUPT
+    now = Clock().now()
+    assert ended("cp-sat", 0, clock=Clock(), deadline=now) is End.SECONDS
+    assert solve(build_problem(grid(2, 2, 4)), "cp-sat", Budget.of_steps(4_000_000)).end is End.BOUND
