@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from planner.budget import Budget
 from planner.job.file import Job
 from planner.job.layers import LayerCosts, exact, layer_costs
 from planner.layout.bounds import period_bound
@@ -48,9 +49,9 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
         if (sure := rounding.sure(ticks * scale)) > least:
             least, counts = sure, exactly
 
-    def layouts(largest_fine: float) -> Iterator[Incumbent]:
+    def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(given, largest_fine=largest_fine):
+            for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
                 made = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer, least=least)
                 yield divided(made, least, counts, moved=_moved(given, layout))
         except LookupError as error:

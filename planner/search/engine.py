@@ -189,7 +189,8 @@ class _Engine:
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
-        made = proposals.layouts(params.fine_rate * budget.seconds)
+        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
+        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
         left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if proposals.moving else left
