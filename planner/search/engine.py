@@ -279,4 +279,6 @@ class _Engine:
     def _replace(self, known: Incumbent, better: Incumbent) -> None:
         if better.period > known.period:
             better = msgspec.structs.replace(known, gained=better.gained)
+        if self._proposals.moving:  # CP-SAT proves for layers in place only
+            better = better.with_bound(known.bound, known.bound_counts)
         self._found[self._found.index(known)] = better
