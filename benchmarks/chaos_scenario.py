@@ -69,6 +69,9 @@ class ChaosScenario:
     """How many workers a node has, which may all die at once; 0: that happens to none."""
     shards: bool = False
     """Whether workers keep parts of layers' optimizer states."""
+    uneven: bool = False
+    """Whether samples are not alike: they are dealt by their costs, and weigh as much as they have tokens that count.
+    """
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
     away: tuple[int, int] = (1, 4)
@@ -100,14 +103,18 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "degraded-settling": {"ranks": 2, "degrades": True, "slows": True, **SETTLING},
     "degraded-sharded": {"ranks": 2, "degrades": True, "shards": True},
     "degraded-sharded-settling": {"ranks": 2, "degrades": True, "shards": True, "moves": True, **SETTLING},
-    "nodes": {"node_workers": 2, "moves": True}}
+    "nodes": {"node_workers": 2, "moves": True}, "uneven": {"uneven": True, "moves": True},
+    "uneven-sharded-settling": {"uneven": True, "shards": True, "slows": True, **SETTLING},
+    "uneven-ranks": {"uneven": True, "shards": True, "ranks": 2}}
+UNEVEN = {"data": "tests.runtime.uneven_data:Uneven", "loss_weights": "tokens"}
+"""As `[training]` has it."""
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
     two processes, and that with the latter; with sharded optimizer state, by itself and with others; with workers that
     go on as half their processes, and these with sharded optimizer state, too; with nodes that die, and roles that
-    move; each of them with and without clipping.
+    move; with samples that are not alike, by itself and with others; each of them with and without clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -116,8 +123,10 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
         job = uniform_job(pipelines, stages, 2, op=1, optimizer=1, transfer=0, layers=layers)
         model = {"blocks": sum(layers) - 2 if layers else max(2, stages - 2), "width": 16, "heads": 2, "context": 16,
                  "dropout": 0.1}
-        config = parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
-                                          "clip_norm": clip_norm, "tensor_parallel": more.get("ranks", 1),
+        data = {**UNEVEN, "options": {"microbatches": list(job.microbatches)}} if more.get("uneven") else {}
+        config = parse_run_config(model, {**data, "batch": 1, "dtype": "float64", "device": "cpu",
+                                          "iterations": iterations, "clip_norm": clip_norm,
+                                          "tensor_parallel": more.get("ranks", 1),
                                           "shard_optimizer": more.get("shards", False),
                                           "degraded_ranks": more.get("degrades", False)})
         name = kind if clip_norm is None else f"{kind}-clipped"

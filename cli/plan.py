@@ -48,8 +48,8 @@ from planner.plan import Plan
 from planner.recompute import SHARE, Recomputation
 from planner.report import plan_report
 from planner.transition import BANDWIDTH, transition
-from schedules.codec import encode
-from schedules.schedule import OptimizerMode, Worker
+from schedules.codec import MAX_OPS, ScheduleError, encode
+from schedules.schedule import OptimizerMode, Schedule, Worker
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -71,7 +71,7 @@ Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
     "Bytes a second that a worker sends or receives while layers move; with [training] tensor_parallel, each of its "
     "ranks."))]
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
-"""What may be spent on what else could be done: a share of the time limit, and seconds at most."""
+"""What is spent on what else could be done, after the plan: a share of the time limit, and seconds at most."""
 ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
@@ -88,6 +88,9 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     """
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
+    if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:
+        refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or "
+               "plan fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
     again: Recomputation | None = None
@@ -105,15 +108,14 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
             wanted, options = again.job, options.within((1 - SHARE) * options.seconds)
         if degraded:
             wanted = _degraded(wanted, degraded, down, normalise=normalise)
-        comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
         clock = options.clock()
-        began = clock.now()
-        made = make_plan(wanted, down, options.within(options.seconds - comparing), normalise=normalise, clock=clock)
-        if comparing:
-            others = list(alternatives(wanted, down, made, options, normalise=normalise,
-                                       seconds=min(comparing, options.seconds - (clock.now() - began)), clock=clock))
+        made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
+        if not json:  # what is only printed has time of its own: the same schedule is written with --json
+            comparing = min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
+            others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
+                                       clock=clock))
     if out_file is not None:
-        write_or_refuse(out_file, encode(made.schedule))
+        write_or_refuse(out_file, _encoded(made.schedule))
     if json:
         print_json(plan_report(made, wanted, bandwidth, again))
         return
@@ -127,6 +129,14 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     out.print("\n".join(rest))
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
+
+
+def _encoded(schedule: Schedule) -> bytes:
+    """The bytes of a schedule's file. Exits 2 where it is too large for one."""
+    try:
+        return encode(schedule)
+    except ScheduleError as error:
+        refuse(f"--out: {error}")
 
 
 def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import islice
 
 import msgspec
@@ -64,7 +65,7 @@ class Windows:
     def __init__(self, job: Job, options: PlanOptions) -> None:
         self._job = job
         self._options = options
-        self._tick = options.problem(job).tick_seconds
+        self.tick_seconds = options.problem(job).tick_seconds
         self._bound: dict[tuple[int, int], int] = {}
         self.slow = {worker for worker, _ in job.time.slow}
         """Alive, and so never to leave their roles."""
@@ -81,7 +82,7 @@ class Windows:
 
     def seconds(self, ticks: int) -> float:
         """Ticks of a bound as seconds, and a little more than rounding may take."""
-        return ticks * self._tick * (1 + 1e-12)
+        return ticks * self.tick_seconds * (1 + 1e-12)
 
     def candidates(self, column: int) -> list[Worker]:
         """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
@@ -153,7 +154,7 @@ def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[W
 def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
     """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
     problem = build_problem(job)
-    grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
+    grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
     found: dict[Pattern, tuple[Worker, ...]] = {}
     for *_, counts in windows.distributions(failures):
         for vacant in arrangements(job, windows, counts):
@@ -267,11 +268,13 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     windows = Windows(job, options)
     if _cannot_be_beaten(best, windows):
         return best
+    if not moving:  # its own bound is for roles in place
+        best = msgspec.structs.replace(best, schedule=_for_roles(best.schedule, windows))
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
     schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-        if moving:  # its own bound is for these roles only
-            schedule = _bounded_by(schedule, best.schedule)
+        # Its own bound is for these roles only.
+        schedule = _bounded_by(schedule, best.schedule) if moving else _for_roles(schedule, windows)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
@@ -285,6 +288,17 @@ def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))
 
 
+def _for_roles(schedule: Schedule, windows: Windows) -> Schedule:
+    """The schedule with a bound for all roles that its workers may play."""
+    best = windows.distributions(len(schedule.failed))
+    limited = schedule.memory is not None and schedule.memory.capacity_of
+    ticks = Fraction(best[0][0]) * Fraction(windows.tick_seconds) / Fraction(schedule.tick_seconds) \
+        if best and not limited else Fraction(0)
+    bound = min(schedule.lower_bound_ticks, math.floor(ticks))
+    return msgspec.structs.replace(schedule, lower_bound_ticks=bound,
+                                   status="optimal" if bound == schedule.period_ticks else "feasible")
+
+
 def _bounded_by(schedule: Schedule, other: Schedule) -> Schedule:
     """The schedule with the bound of another, whose ticks may differ; it is rounded down."""
     seconds = other.seconds(other.lower_bound_ticks)
@@ -295,7 +309,8 @@ def _bounded_by(schedule: Schedule, other: Schedule) -> Schedule:
 
 def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
     """Whether no distribution of as many failures can have a shorter period than this plan."""
-    if plan.schedule.status != "optimal":
+    memory = plan.schedule.memory
+    if plan.schedule.status != "optimal" or (memory is not None and memory.capacity_of):
         return False
     best = windows.distributions(len(plan.schedule.failed))
     return bool(best) and plan.period <= windows.seconds(best[0][0])

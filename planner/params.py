@@ -148,6 +148,10 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Ops of the pieces of a layout up to which it is."""
     beyond: Factor = 1.003
     """Up to how many times the period of the best candidate a bound of another one is sought."""
+    assignment_seconds: Number = 2.0
+    """For the exact assignment of layers, at most;"""
+    assignment_share: Share = 0.2
+    """and of the time for list schedules."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))

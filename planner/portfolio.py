@@ -8,9 +8,11 @@ within a stage (`planner.layout.fixed`). With layers that may move, all candidat
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
+from planner.budget import Budget
 from planner.job.file import Job
-from planner.job.layers import LayerCosts, layer_costs
+from planner.job.layers import LayerCosts, exact, layer_costs
 from planner.layout.bounds import period_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
@@ -40,16 +42,16 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     costs = layer_costs(job)
     tick = tick_of(job, costs)
     scale = tick_of(job) / tick  # ticks of a layout's problem in one of the problem as it is
-    sure = 1 - _rounding(costs, tick, scale)  # what of a bound holds, however ops were rounded to ticks
-    least, counts = math.ceil(period_bound(given) * sure), "the work of all layers that workers share"
+    rounding = _rounding(job, costs, tick, scale)
+    least, counts = rounding.sure(Fraction(period_bound(given))), "the work of all layers that workers share"
     if problem is not None and options.layers == "fixed":
-        exact, exactly = exact_bound(problem)
-        if exact * scale * sure > least:
-            least, counts = math.ceil(exact * scale * sure), exactly
+        ticks, exactly = exact_bound(problem)
+        if (sure := rounding.sure(ticks * scale)) > least:
+            least, counts = sure, exactly
 
-    def layouts(largest_fine: float) -> Iterator[Incumbent]:
+    def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(given, largest_fine=largest_fine):
+            for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
                 made = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer, least=least)
                 yield divided(made, least, counts, moved=_moved(given, layout))
         except LookupError as error:
@@ -58,7 +60,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(problem, bound=(math.floor(least / scale * sure), counts), layouts=layouts,
+    return Proposals(problem, bound=(rounding.of_stages(least, scale), counts), layouts=layouts,
                      units=given.total_microbatches * len(given.paths[0]), moving=options.layers == "move")
 
 
@@ -67,14 +69,44 @@ def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
     return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
 
 
-def _rounding(costs: LayerCosts, tick: Fraction, scale: Fraction) -> Fraction:
-    """The largest share of an op that rounding its stage and its layers to ticks may have taken or added.
+class _Rounding(NamedTuple):
+    """What rounding to ticks may have taken or added, where times are finer than a tick."""
 
-    `tick` is that of layers, in seconds; `scale`: how many of these are one of stages.
-    """
+    share: Fraction
+    """Of an op."""
+    ticks: int
+    """Of all that a bound counts beside the ops: at most once, each all-reduce, optimizer step and, there and back,
+    transfer of a stage or of its layers."""
+
+    def sure(self, bound: Fraction) -> int:
+        """What of a bound holds for all candidates, however their times were rounded."""
+        return max(0, math.ceil(bound * (1 - self.share)) - self.ticks)
+
+    def of_stages(self, bound: int, scale: Fraction) -> int:
+        """A bound in ticks of layers as one in ticks of whole stages, of which each is `scale` of those."""
+        return max(0, math.floor(bound / scale * (1 - self.share)) - self.ticks)
+
+
+def any_layers_bound(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> int:
+    """A bound for all holdings of layers, in ticks of the problem of whole stages."""
+    given = layout_problem(job, failed, backward=options.backward or "split", layers="move",
+                           sliced=options.slices, from_checkpoint=options.from_checkpoint)
+    costs = layer_costs(job)
+    tick = tick_of(job, costs)
+    scale = tick_of(job) / tick
+    rounding = _rounding(job, costs, tick, scale)
+    return rounding.of_stages(rounding.sure(Fraction(period_bound(given))), scale)
+
+
+def _rounding(job: Job, costs: LayerCosts, tick: Fraction, scale: Fraction) -> _Rounding:
+    """`tick` is that of layers, in seconds; `scale`: how many of these are one of stages."""
     ops = [value / tick for value in (*costs.forward, *costs.backward_input, *costs.backward_weight) if value]
-    exact = all(value.denominator == 1 for value in ops) and scale.denominator == 1
-    return Fraction(0) if exact else min(Fraction(1), 1 / min(ops))
+    others = [value / tick for value in (*costs.optimizer, *costs.all_reduce, exact(job.time.transfer))]
+    if scale.denominator == 1 and all(value.denominator == 1 for value in (*ops, *others)):
+        return _Rounding(Fraction(0), 0)
+    stages = len(job.columns)
+    return _Rounding(min(Fraction(1), 1 / min(ops)), 2 * (len(costs.forward) + math.ceil(scale) * stages)
+                     + 2 * math.ceil(scale) * stages)
 
 
 def _moved(given: LayoutProblem, layout: Layout) -> int:

@@ -48,10 +48,19 @@ _KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Do
 
 
 def encode(schedule: Schedule) -> bytes:
-    """Canonical JSON, keys in a fixed order, one line, newline at the end."""
-    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    fields |= {name: getattr(schedule, name) for name in _FIELDS}
-    return msgspec.json.encode(fields) + b"\n"
+    """Canonical JSON, keys in a fixed order, one line, newline at the end.
+
+    Raises ScheduleError for a schedule that is too large to be read again.
+    """
+    try:
+        _require_few_ops(schedule)
+        fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        fields |= {name: getattr(schedule, name) for name in _FIELDS}
+        data = msgspec.json.encode(fields) + b"\n"
+        _in_range("the number of bytes of the file", len(data), 0, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise ScheduleError(f"the schedule is too large for a file: {error}") from None
+    return data
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
@@ -73,7 +82,7 @@ def read(path: Path) -> Schedule:
 
 
 def write(schedule: Schedule, path: Path) -> None:
-    """Write a schedule file, whole or not at all. Raises OSError."""
+    """Write a schedule file, whole or not at all. Raises OSError, and ScheduleError for one that is too large."""
     write_atomically(path, encode(schedule))
 
 
@@ -124,12 +133,16 @@ def validate(schedule: Schedule) -> None:
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
-    total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
-    if total > MAX_OPS:
-        raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
+    _require_few_ops(schedule)
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
             _validate_op(f"programs[{index}][{position}]", op, schedule)
+
+
+def _require_few_ops(schedule: Schedule) -> None:
+    total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
+    if total > MAX_OPS:
+        raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
 
 
 def _validate_grid(grid: Grid) -> None:

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 import msgspec
 
 from schedules.graph import groups
+from schedules.memory import room
 from schedules.schedule import LayerRange, Program, Schedule
 
-Holding = tuple[int, tuple[LayerRange, ...]]
-"""(own column of the worker, which says how much room it has; layers held)."""
-RoleProgram = tuple[int, int, int | None, Holding | None]
-"""(column, program, speed, holding where it is not that of the column) of a role."""
+Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
+"""(speed, room for activations, layers held where they are not those of the column) of the worker of a role."""
+RoleProgram = tuple[int, int, Player]
+"""(column, program, player) of a role."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
 def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
     """Every pipeline once, in sets that behave the same, each ascending.
 
-    Equal are pipelines of as many micro-batches whose roles run the same programs at the same speed, and that share no
-    micro-batch with others. Pipelines that do share some are each a set of their own.
+    Equal are pipelines of as many micro-batches whose roles run the same programs, at the same speed and in the same
+    room, and that share no micro-batch with others. Pipelines that do share some are each a set of their own.
     """
     roles = _roles(schedule)
     sets: dict[Behaviour, list[int]] = defaultdict(list)
@@ -36,9 +37,9 @@ def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
 def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """One of each set of groups of pipelines that behave the same; groups are those that share micro-batches.
 
-    Two groups are found equal when their pipelines, each in ascending order, run the same programs at the same speed,
-    re-routed micro-batches being named by their pipeline's number within the group. Groups that are equal in another
-    order only are told apart, which costs time but does no harm.
+    Two groups are found equal when their pipelines, each in ascending order, run the same programs at the same speed
+    and in the same room, re-routed micro-batches being named by their pipeline's number within the group. Groups that
+    are equal in another order only are told apart, which costs time but does no harm.
     """
     roles = _roles(schedule)
     known: dict[Program, int] = {}
@@ -48,9 +49,8 @@ def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
         key = []
         for pipeline in group:
             named = []
-            for column, program, speed, holding in sorted(roles[pipeline], key=lambda role: role[0]):
-                stored = _numbered(schedule.programs[program], program, number_of, known)
-                named.append((column, stored, speed, holding))
+            for column, program, player in sorted(roles[pipeline], key=lambda role: role[0]):
+                named.append((column, _numbered(schedule.programs[program], program, number_of, known), player))
             key.append((schedule.grid.microbatches[pipeline], tuple(named)))
         found.setdefault(tuple(key), group)
     return list(found.values())
@@ -61,8 +61,8 @@ def _roles(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
-        holding = None if seat.holds is None else (seat.worker.column, seat.holds)
-        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker), holding))
+        player = slow.get(seat.worker), room(schedule, seat), seat.holds
+        roles[seat.role.pipeline].append((seat.role.column, seat.program, player))
     return roles
 
 

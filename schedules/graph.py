@@ -7,15 +7,13 @@ between two workers. No cycle means no deadlock, whatever the real durations are
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from schedules.layers import layers_text
 from schedules.precedence import OpKey, Tensor, consumers, op_key, producers
 from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 
 class Transfer(NamedTuple):
@@ -58,7 +56,7 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     """
     by_key = _by_key(programs)
     found = []
-    for node in topological_order(schedule, op_graph(schedule, programs)):
+    for node in topological_order(schedule, programs):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
         _, _, pipeline, microbatch = made = op_key(node)
@@ -88,29 +86,33 @@ def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
     return {op_key(op): op for ops in programs.values() for op in ops if op.kind in COMPUTE_KINDS}
 
 
-def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
-    """Ops and collectives with their `arcs`, without transfers."""
-    import networkx as nx  # a tenth of a second, which a plan need not wait for
-
-    graph: nx.DiGraph[Node] = nx.DiGraph()
-    graph.add_nodes_from(_node(op, schedule) for ops in programs.values() for op in ops)
-    graph.add_edges_from(arcs(schedule, programs))
-    return graph
-
-
 def _node(op: Op, schedule: Schedule) -> Node:
     return Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A and op.slice is not None else op
 
 
-def topological_order(schedule: Schedule, graph: "nx.DiGraph[Node]") -> list[Node]:
-    """All nodes, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle."""
-    import networkx as nx
-
-    try:
-        return list(nx.lexicographical_topological_sort(graph, key=_planned))
-    except nx.NetworkXUnfeasible:
-        circle = [before for before, _ in nx.find_cycle(graph)]
-        raise _deadlock(schedule, [*circle, circle[0]]) from None
+def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
+    """Ops and collectives, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle.
+    """
+    nodes = list(dict.fromkeys(_node(op, schedule) for ops in programs.values() for op in ops))
+    number = {node: index for index, node in enumerate(nodes)}
+    followers: list[list[int]] = [[] for _ in nodes]
+    awaited = [0] * len(nodes)
+    for before, after in arcs(schedule, programs):
+        followers[number[before]].append(number[after])
+        awaited[number[after]] += 1
+    ready = [(_planned(node), index) for index, node in enumerate(nodes) if not awaited[index]]
+    heapify(ready)
+    found = []
+    while ready:
+        _, index = heappop(ready)
+        found.append(nodes[index])
+        for follower in followers[index]:
+            awaited[follower] -= 1
+            if not awaited[follower]:
+                heappush(ready, (_planned(nodes[follower]), follower))
+    if len(found) < len(nodes):
+        require_acyclic(schedule, programs)
+    return found
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:

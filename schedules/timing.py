@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schedules.graph import Collective, op_graph, programs_of, topological_order
+from schedules.graph import Collective, programs_of, topological_order
 from schedules.precedence import OpKey, op_key, waits
 from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
@@ -115,7 +115,7 @@ def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
     done: dict[OpKey, tuple[int, Worker]] = {}
     members = _members(schedule, programs)
     steps: list[Step] = []
-    for node in topological_order(schedule, op_graph(schedule, programs)):
+    for node in topological_order(schedule, programs):
         if isinstance(node, Collective):
             reductions = members[node.layers]
             steps.append(Step(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),

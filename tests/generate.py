@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
+import networkx as nx
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -15,6 +16,7 @@ from planner.model.solution import Solution
 from planner.model.start_times import earliest, solution_period
 from planner.search.assignment import assign
 from planner.search.list_scheduler import DispatchRule, ListScheduler
+from schedules.graph import Collective, Node, arcs
 from schedules.measured_trace import MeasuredIteration, MeasuredOp
 from schedules.schedule import (
     Grid,
@@ -30,6 +32,15 @@ from schedules.schedule import (
     period_ticks,
 )
 from tests.jobs import failures, jobs
+
+
+def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
+    """Ops and collectives with their `arcs`, without transfers."""
+    graph: nx.DiGraph[Node] = nx.DiGraph()
+    graph.add_nodes_from(Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A else op
+                         for ops in programs.values() for op in ops)
+    graph.add_edges_from(arcs(schedule, programs))
+    return graph
 
 
 def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solution:  # noqa: B008 - frozen

@@ -77,8 +77,8 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partial_losses(self) -> int:
-        """How many times a machine is left with some of its GPUs."""
-        return sum(count < self.gpus_per_worker for change in self.changes for _, count in change.gpus)
+        """How many times a machine loses some of its GPUs and is left with others."""
+        return sum(map(len, self._partly_lost()))
 
     @property
     def mean_live(self) -> float:
@@ -89,9 +89,22 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds_between_failures(self) -> float:
-        """Mean time between instants with removals; the length of the trace where there is at most one."""
-        return self.length_seconds / max(1, sum(bool(change.removed) or any(
-            count < self.gpus_per_worker for _, count in change.gpus) for change in self.changes))
+        """Mean time between instants at which machines or GPUs of them are lost; the length of the trace where there is
+        at most one."""
+        return self.length_seconds / max(1, sum(bool(change.removed or lost) for change, lost in zip(
+            self.changes, self._partly_lost(), strict=True)))
+
+    def _partly_lost(self) -> Iterator[tuple[int, ...]]:
+        """By change, the machines that go on with fewer GPUs than before. At 0 nothing is lost: the trace begins so."""
+        alive = dict.fromkeys(self.live, self.gpus_per_worker)
+        for change in self.changes:
+            fresh = set(change.added)
+            yield tuple(place for place, count in change.gpus
+                        if change.seconds > 0 and place not in fresh and count < alive.get(place, 0))
+            for place in change.removed:
+                alive.pop(place, None)
+            alive |= dict.fromkeys(change.added, self.gpus_per_worker)
+            alive |= dict(change.gpus)
 
     def changes_for(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
         """The changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.

@@ -57,7 +57,7 @@ class Loads:
             stages = [stage for stage, of in enumerate(self._job.columns) if of == column]
             work = sum(clock.forward[stage] + clock.backward_input[stage] + clock.backward_weight[stage]
                        for stage in stages) * self._job.depth / len(self._job.columns)
-            found.append((work, clock.all_reduce[column] + clock.optimizer[column]))
+            found.append((work, sum(clock.all_reduce[stage] + clock.optimizer[stage] for stage in stages)))
         return found
 
     def work_conserving(self, live: float) -> float:

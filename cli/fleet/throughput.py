@@ -65,7 +65,7 @@ class Throughputs:
         self._windows: dict[int, Windows] = {}
         problem = self._options.problem(self.job)
         self._tick_seconds = problem.tick_seconds
-        self._classes = pipeline_classes(problem.grid, problem.times)
+        self._classes = pipeline_classes(problem.grid, problem.times, problem.memory)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}

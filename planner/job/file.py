@@ -271,6 +271,9 @@ def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, 
     for worker, factor in slow:
         if factor > 1000:
             raise JobError(f"time.slow.{worker} is {factor:g}; expected a factor of at most 1000")
+        if round(factor, 3) != factor:
+            raise JobError(f"time.slow.{worker} is {factor!r}; expected whole thousandths, such as "
+                           f"{max(0.001, round(factor, 3))}")
     return slow
 
 

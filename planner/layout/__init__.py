@@ -8,6 +8,7 @@
     cuts           which workers form lines; one cut for all pipelines
     lines          the layers of a line, cut over its workers; the least longest load
     division       the work of an iteration, divided over lines
+    cpsat          the exact assignment of layers and micro-batches to lines
     routes         from a division to the route of each micro-batch
     groups         large clusters: those that share work, like ones alike
     bounds         what no schedule can undercut

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from planner.budget import Budget
 from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.fixed import fixed_layout
@@ -34,16 +35,19 @@ LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
 
-def candidates(problem: LayoutProblem, *, largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
+def candidates(problem: LayoutProblem, budget: Budget | None = None, *, seconds: float = 2.0,
+               largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
+    `seconds`: by the clock of the budget, for the exact assignment (`planner.layout.cpsat`) of each different group.
     `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most `LARGEST_FINE`.
     Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
     no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, LARGEST_FINE)
-    made = _moved(problem, fine) if problem.layers == "move" else _fixed(problem)
+    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds)
+    made = _moved(problem, assigned, fine) if problem.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -67,7 +71,8 @@ def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: LayoutProblem, largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
+def _moved(problem: LayoutProblem, assigned: Callable[[LayoutProblem], Layout | None],
+           largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
@@ -101,6 +106,7 @@ def _moved(problem: LayoutProblem, largest_fine: float) -> Iterator[Callable[[],
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)
+    yield partial(grouped, assigned)
     if len(problem.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
 
@@ -123,6 +129,16 @@ def _require_layers(problem: LayoutProblem) -> None:
     missing = sorted(set(range(problem.layer_count)) - held)
     if missing and not (problem.layers == "move" and problem.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")
+
+
+def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layout | None:
+    """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
+    from planner.layout.cpsat import improved  # the solver takes a third of a second to load
+
+    lines = lines_of(problem)
+    known = Divider(problem, lines).least()
+    division = known and improved(problem, lines, known, budget.within(seconds))
+    return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,

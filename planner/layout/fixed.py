@@ -95,7 +95,9 @@ class _Sharing:
         """Give other holders what has left its own worker; False if they have no time for it."""
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
-            worker = max(part.holders, key=lambda worker: (free[worker] // self._ticks(part.layers, worker), worker))
+            # Where a part costs nothing, all have time for it.
+            worker = max(part.holders, key=lambda worker: (
+                free[worker] // (self._ticks(part.layers, worker) or 1), worker))
             if free[worker] < self._ticks(part.layers, worker):
                 break
             free[worker] -= self._ticks(part.layers, worker)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.layout.types import UNLIMITED
 from planner.model.drain import Room, most_left
 from planner.model.problem import Problem
 from planner.model.shared_bounds import Named, shared_bounds
@@ -158,9 +157,12 @@ def _drain_idle(problem: Problem, stage: int, count: int, kinds: Sequence[OpKind
 
 
 def _room(problem: Problem, stage: int) -> Room:
-    memory = problem.memory
-    capacity = memory.capacity[problem.column_of[stage]] if memory else UNLIMITED
-    return Room(problem.activation(stage), problem.stash(stage), capacity)
+    return Room(problem.activation(stage), problem.stash(stage), _most_room(problem, stage))
+
+
+def _most_room(problem: Problem, stage: int) -> int:
+    """Of any live worker that holds the stage: one of them is the busiest, but not known which."""
+    return max(map(problem.room, problem.holders[stage]))
 
 
 def _held(problem: Problem, stage: int, count: int) -> int:
@@ -168,7 +170,7 @@ def _held(problem: Problem, stage: int, count: int) -> int:
     least = min(problem.activation(stage), problem.stash(stage))
     if problem.memory is None or least == 0:
         return count
-    return min(count, problem.memory.capacity[problem.column_of[stage]] // least)
+    return min(count, _most_room(problem, stage) // least)
 
 
 def _in_flight(problem: Problem, stage: int, count: int) -> int:
@@ -176,7 +178,7 @@ def _in_flight(problem: Problem, stage: int, count: int) -> int:
     activation = problem.activation(stage)
     if problem.memory is None or activation == 0:
         return count
-    return min(count, problem.memory.capacity[problem.column_of[stage]] // activation)
+    return min(count, _most_room(problem, stage) // activation)
 
 
 class Fill(NamedTuple):
@@ -345,7 +347,7 @@ def _stashed(problem: Problem, stage: int, count: int) -> int:
     stash = problem.stash(stage)
     if problem.memory is None or stash == 0:
         return count
-    return min(count, problem.memory.capacity[problem.column_of[stage]] // stash)
+    return min(count, _most_room(problem, stage) // stash)
 
 
 def _way_back(problem: Problem, stage: int) -> int:

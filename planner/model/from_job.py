@@ -139,7 +139,8 @@ def _require_feasible(problem: Problem) -> None:
     memory = problem.memory
     if memory is None:
         return
-    for column, capacity in enumerate(memory.capacity):
+    for column, live in enumerate(problem.live_by_column):
+        capacity = max(problem.room(Worker(pipeline, column)) for pipeline in live)
         chains = max(problem.grid.microbatches)  # those after so many are visited by no micro-batch
         need = max((problem.least_room(stage) for stage in problem.grid.stages_of(column)
                     if stage // problem.grid.depth < chains), default=0)

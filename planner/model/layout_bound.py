@@ -24,6 +24,7 @@ least values of all others follow. Where they put it off beyond 0, no schedule h
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from planner.model.problem import Leg, Problem, Unit
@@ -80,6 +81,14 @@ def can_bound(problem: Problem) -> bool:
     return problem.routes is not None and problem.optimizer == "staggered" and not any(problem.times.all_reduce)
 
 
+def most_forward(forwards: Sequence[tuple[int, int]], room: int) -> int:
+    """The most ticks of F, given as (ticks, activation), whose activations there is room for at once."""
+    held = [(ticks, activation) for ticks, activation in forwards if activation]
+    rate = max((Fraction(ticks, activation) for ticks, activation in held), default=Fraction(0))
+    return sum(ticks for ticks, activation in forwards if not activation) \
+        + min(sum(ticks for ticks, _ in held), math.floor(room * rate))
+
+
 class LayoutBound:
     """The bound of the pieces of a problem with a layout, staggered, with reductions that take no time."""
 
@@ -126,7 +135,7 @@ class LayoutBound:
 
     def _put_off(self, anchor: Place, period: int) -> bool:
         """Whether the first op of this worker, set to 0, comes out later."""
-        first: dict[Place, float] = defaultdict(lambda: -math.inf, {anchor: 0.0})
+        first: dict[Place, float] = defaultdict(lambda: -math.inf, {anchor: 0})  # all that is finite is whole
         gradient: dict[Place, float] = defaultdict(lambda: -math.inf)
         last: dict[Place, float] = defaultdict(lambda: -math.inf)
         end: dict[tuple[Place, tuple[Place, ...]], float] = defaultdict(lambda: -math.inf)
@@ -187,7 +196,7 @@ class LayoutBound:
 
     def _read(self, number: int, piece: Problem, hosts: Mapping[Unit, Worker] | None) -> None:
         """The routes of a piece, equal ones once, and what its workers run."""
-        kept: dict[Place, list[tuple[float, int]]] = defaultdict(list)
+        kept: dict[Place, list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[Leg, ...]] = set()
         routes = {batch: planned if hosts is None else tuple(
             Leg(leg.slice, hosts[Unit(leg.slice, *batch)]) for leg in planned)
@@ -197,18 +206,14 @@ class LayoutBound:
             route = tuple(self._stops(number, piece, legs))
             for stop, leg in zip(route, legs, strict=True):
                 self._work[stop.place] += stop.forward + stop.gradient + stop.weight
-                activation = piece.activation(leg.slice)
-                kept[stop.place].append((stop.forward / activation if activation else math.inf, stop.forward))
+                kept[stop.place].append((stop.forward, piece.activation(leg.slice)))
                 self._await(piece, stop, leg)
             self._classify(route)
             if legs not in seen:
                 seen.add(legs)
                 self._routes.append(_by_worker(route))
         for place, forwards in kept.items():
-            everything = sum(ticks for _, ticks in forwards)
-            rate = max(rate for rate, _ in forwards)
-            room = piece.room(place[1]) * rate
-            self._room[place] = everything if room > everything else math.floor(room)
+            self._room[place] = most_forward(forwards, piece.room(place[1]))
 
     @staticmethod
     def _stops(number: int, piece: Problem, legs: Sequence[Leg]) -> Iterator[_Stop]:

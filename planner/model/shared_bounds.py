@@ -135,14 +135,13 @@ def _cells(problem: Problem, stage: int, worker: Worker) -> _Cells:
 
 
 def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:
-    """How many holders of a stage run its cells in which times."""
+    """How many holders of a stage run its cells in which times and room."""
     column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
-    speeds = Counter(problem.workers[worker].per_mille for worker in workers)
-    one = {problem.workers[worker].per_mille: worker for worker in workers}
+    one = {problem.workers[worker]: worker for worker in workers}
     found: Counter[_Cells] = Counter()
-    for slow, number in speeds.items():
-        found[_cells(problem, stage, one[slow])] += number
+    for like, number in Counter(problem.workers[worker] for worker in workers).items():
+        found[_cells(problem, stage, one[like])] += number
     return found
 
 

@@ -189,7 +189,8 @@ class _Engine:
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
-        made = proposals.layouts(params.fine_rate * budget.seconds)
+        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
+        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
         left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if proposals.moving else left
@@ -278,4 +279,6 @@ class _Engine:
     def _replace(self, known: Incumbent, better: Incumbent) -> None:
         if better.period > known.period:
             better = msgspec.structs.replace(known, gained=better.gained)
+        if self._proposals.moving:  # CP-SAT proves for layers in place only
+            better = better.with_bound(known.bound, known.bound_counts)
         self._found[self._found.index(known)] = better

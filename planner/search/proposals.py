@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
+from planner.budget import Budget
 from planner.model.bounds import strongest_bound
 from planner.model.problem import Problem
 from planner.search.bound import divided
 from planner.search.incumbent import Incumbent
 
-Layouts = Callable[[float], Iterator[Incumbent]]
-"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with
-`largest_fine`: see `planner.layout.candidates`. Raises LookupError where there is none."""
+Layouts = Callable[..., Iterator[Incumbent]]
+"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with a budget,
+`seconds` for the exact assignment of layers, and `largest_fine`: see `planner.layout.candidates`. Raises LookupError
+where there is none."""
 
 
 class Proposals:
@@ -33,6 +35,6 @@ class Proposals:
             return None
         return divided(self.first, *(self._bound or strongest_bound(self.first)), shedding=shedding)
 
-    def layouts(self, largest_fine: float) -> Iterator[Incumbent]:
+    def layouts(self, budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         """The others."""
-        return self._layouts(largest_fine) if self._layouts else iter(())
+        return self._layouts(budget, seconds=seconds, largest_fine=largest_fine) if self._layouts else iter(())

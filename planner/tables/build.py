@@ -162,7 +162,7 @@ def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
     """The patterns of up to so many failures. Raises TableError for too many."""
     _require_few(job, max_failures)
     problem = build_problem(job)
-    classes = pipeline_classes(problem.grid, problem.times)
+    classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     found = (EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes))
              for failures in range(1, max_failures + 1) for pattern in patterns(failures, job.stages, classes))
     for number, task in enumerate(found, max_failures + 2):
@@ -181,7 +181,7 @@ def _node_tasks(job: Job) -> Iterator[EntryTask]:
         raise TableError(f"--by-node: one or two of {len(job.nodes)} nodes are lost in {sets} ways; expected at most "
                          f"{MAX_ENTRIES}: leave out --by-node, or let [topology] have more workers a node")
     problem = build_problem(job)
-    classes = pipeline_classes(problem.grid, problem.times)
+    classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     lost: dict[Pattern, list[tuple[int, ...]]] = {}
     for chosen in chain(*(combinations(range(len(job.nodes)), count) for count in (1, 2))):
         pattern = pattern_of((worker for number in chosen for worker in job.nodes[number]), classes)

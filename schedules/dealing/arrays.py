@@ -1,6 +1,6 @@
 """A schedule as the arrays that dealing replays."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from schedules.dealing.kernel import Arrays, Ints
 from schedules.graph import groups
-from schedules.schedule import Op, OpKind, Schedule
+from schedules.schedule import Op, OpKind, Schedule, Worker
 from schedules.timing import Step, steps_of
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
@@ -35,6 +35,7 @@ def arrays_of(schedule: Schedule) -> Arrays:
     place = {number: index for index, number in enumerate(order)}
     ordered = [steps[number] for number in order]
     counts = np.bincount([blocks[number] for number in order], minlength=len(set(group_of.values())) + 1)
+    works = np.array(list(_works(schedule, ordered)), np.int64)
     release = np.zeros(workers, np.int64)
     for seat in schedule.seats:
         release[number_of[seat.worker]] = min(op.start_ticks for op in schedule.programs[seat.program])
@@ -42,8 +43,8 @@ def arrays_of(schedule: Schedule) -> Arrays:
         begin=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         worker=_ints(step.workers[0] for step in ordered),
         name=_ints(first[step.op.pipeline] + step.op.microbatch if step.computes else -1 for step in ordered),  # type: ignore[index, operator]
-        column=np.array([_columns(step) for step in ordered], np.int64),
-        ticks=np.array([_ticks(schedule, step) for step in ordered], np.int64),
+        column=works[:, :2].copy(),
+        ticks=works[:, 2:].copy(),
         source_begin=_ints(accumulate((len(step.sources) for step in ordered), initial=0)),
         source=_ints(place[source] for step in ordered for source, _ in step.sources),
         hop=_ints(hop for step in ordered for _, hop in step.sources),
@@ -69,18 +70,20 @@ def _kinds(op: Op) -> tuple[OpKind, ...]:
     return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
 
 
-def _columns(step: Step) -> tuple[int, int]:
-    if not step.computes or step.op.slice is None:
-        return -1, -1
-    found = [len(COSTS) * step.op.slice + COSTS.index(kind) for kind in _kinds(step.op)]
-    return found[0], found[1] if len(found) > 1 else -1
-
-
-def _ticks(schedule: Schedule, step: Step) -> tuple[int, int]:
-    if not step.computes or step.op.slice is None:
-        return step.ticks, 0
-    found = [schedule.times.duration_ticks(kind, step.op.slice, step.op.worker) for kind in _kinds(step.op)]
-    return found[0], found[1] if len(found) > 1 else 0
+def _works(schedule: Schedule, steps: Iterable[Step]) -> Iterator[tuple[int, int, int, int]]:
+    """Two columns of costs of each step, -1 where it has none, and the ticks of each."""
+    known: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}
+    for step in steps:
+        op = step.op
+        if not step.computes or op.slice is None:
+            yield -1, -1, step.ticks, 0
+            continue
+        key = op.kind, op.slice, op.worker
+        if key not in known:
+            columns = [len(COSTS) * op.slice + COSTS.index(kind) for kind in _kinds(op)]
+            ticks = [schedule.times.duration_ticks(kind, op.slice, op.worker) for kind in _kinds(op)]
+            known[key] = columns[0], [*columns, -1][1], ticks[0], [*ticks, 0][1]
+        yield known[key]
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:

@@ -1,15 +1,16 @@
 """Failure patterns: failure sets that are equal up to symmetry, and their keys.
 
-Pipelines that read equally many micro-batches, and whose workers run at the same speeds, are interchangeable: they form
-a *class*. A pattern says how many pipelines of each class lost which columns. Its key is text, `2+2,3`: one pipeline
-lost the worker of column 2, another those of columns 2 and 3; with several classes, `1:2+0:2,3`, the class first.
+Pipelines that read equally many micro-batches, and whose workers run at the same speeds and have the same room, are
+interchangeable: they form a *class*. A pattern says how many pipelines of each class lost which columns. Its key is
+text, `2+2,3`: one pipeline lost the worker of column 2, another those of columns 2 and 3; with several classes,
+`1:2+0:2,3`, the class first.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from schedules.schedule import Grid, Times, Worker
+from schedules.schedule import Grid, Memory, Times, Worker
 
 Columns = tuple[int, ...]
 """The columns that one pipeline lost, ascending."""
@@ -19,13 +20,15 @@ Pattern = tuple[BrokenPipeline, ...]
 """All pipelines with failures, sorted."""
 
 
-def pipeline_classes(grid: Grid, times: Times) -> tuple[int, ...]:
+def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
     """The class of each pipeline, numbered in the order of their first pipelines."""
-    slow: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    unlike: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for worker, per_mille in times.per_mille_of.items():
-        slow[worker.pipeline].append((worker.column, per_mille))
+        unlike[worker.pipeline].append(("slow", worker.column, per_mille))
+    for one in (memory.capacity_of if memory else None) or ():
+        unlike[one.worker.pipeline].append(("room", one.worker.column, one.capacity))
     numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault((count, tuple(sorted(slow[pipeline]))), len(numbers))
+    return tuple(numbers.setdefault((count, tuple(sorted(unlike[pipeline]))), len(numbers))
                  for pipeline, count in enumerate(grid.microbatches))
 
 

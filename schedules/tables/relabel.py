@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.layers import total
+from schedules.memory import room
 from schedules.schedule import LayerRange, OpKind, Program, Schedule, Seat, Worker
 from schedules.tables.moves import layers_lacked
 from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
@@ -26,8 +26,12 @@ from schedules.tables.spread import Nodes, spread
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
-Held = tuple[LayerRange, ...] | None
-"""Layers held, as a seat has them."""
+Idle = tuple[int, int, Worker | None]
+"""(column, per mille of the usual time, the worker where its room is its own) of one whose role is vacant."""
+Wanted = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
+"""(column, per mille, layers held, room) that a role was planned for."""
+NOBODY = -1
+"""A pipeline that stands for any."""
 
 
 def preload() -> None:
@@ -41,8 +45,8 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 
     It is impossible where a column has no live worker left to load its parameters from, unless they are
     `held_elsewhere`: by workers of other columns, whose roles have moved before, or in a checkpoint. It is also
-    impossible where the role of a fast worker would go to a slower one, or the layers that a worker holds to one of a
-    column that has less room. Whoever takes over a role holds its layers; of all who could, at no more layers to load,
+    impossible where the role of a fast worker would go to a slower one, or to one that has less room in it. Whoever
+    takes over a role holds its layers; of all who could, at no more layers to load,
     it is who leaves the holders of a stage on different machines, where `nodes` says who shares one. The result passes
     `schedules.check` if `schedule` does, and has the same period. In `schedule` every worker must play its own role.
     Raises ValueError where it does not, or the numbers differ.
@@ -71,7 +75,7 @@ def _renumber(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
     """New pipeline numbers, within classes, such that as many vacant roles as possible are those of failed workers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
-    for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times)):
+    for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times, schedule.memory)):
         members[kind].append(pipeline)
     numbers: dict[int, int] = {}
     for pipelines in members.values():
@@ -111,36 +115,32 @@ def _fill(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], f
         dict[Worker, Worker] | None:
     """The new player of every role that is not vacant and whose own worker is down, with the fewest layers to load.
 
-    The players are live workers whose own role is vacant, each at least as fast as the role was planned for.
+    The players are live workers whose own role is vacant, each at least as fast as the role was planned for, and with
+    as much room.
     """
-    speed = schedule.times.per_mille_of
+    speed, memory = schedule.times.per_mille_of, schedule.memory
+    own_room = {one.worker for one in (memory.capacity_of if memory else None) or ()}
     seats = {Worker(numbers[seat.role.pipeline], seat.role.column): seat for seat in schedule.seats}
-    unfilled: dict[tuple[int, int, Held], list[Worker]] = defaultdict(list)
-    idle: dict[tuple[int, int], list[Worker]] = defaultdict(list)
+    unfilled: dict[Wanted, list[Worker]] = defaultdict(list)
+    idle: dict[Idle, list[Worker]] = defaultdict(list)
     for role in sorted(failed - vacant):
-        unfilled[role.column, speed.get(role, 1000), seats[role].holds].append(role)
+        planned = seats[role]
+        unfilled[role.column, speed.get(role, 1000), planned.holds, room(schedule, planned)].append(role)
     for worker in sorted(vacant - failed):
-        idle[worker.column, speed.get(worker, 1000)].append(worker)
+        idle[worker.column, speed.get(worker, 1000), worker if worker in own_room else None].append(worker)
 
-    def cost(have: tuple[int, int], want: tuple[int, int, Held]) -> int | None:
-        if have[1] > want[1] or (want[2] is not None and _room(schedule, have[0]) < _room(schedule, want[0])):
+    def cost(have: Idle, want: Wanted) -> int | None:
+        (column, pace, named), (wanted, needed, holds, least) = have, want
+        seat = Seat(named or Worker(NOBODY, column), Worker(NOBODY, wanted), 0, holds)
+        if pace > needed or (least is not None and (room(schedule, seat) or 0) < least):
             return None
-        return len(layers_lacked(schedule, Seat(Worker(0, have[0]), Worker(0, want[0]), 0, want[2])))
+        return len(layers_lacked(schedule, seat))
 
     pairs = transport({kind: len(workers) for kind, workers in idle.items()},
                       {kind: len(roles) for kind, roles in unfilled.items()}, cost)
     if pairs is None:
         return None
     return {unfilled[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
-
-
-def _room(schedule: Schedule, column: int) -> int:
-    """The room of a worker of a column, weights included."""
-    memory = schedule.memory
-    if memory is None:
-        return 0
-    own = total(memory.weights_before, schedule.holds_of_column(column)) if memory.weights else 0
-    return memory.capacity[column] + own
 
 
 def transport(supply: Mapping[A, int], demand: Mapping[B, int],

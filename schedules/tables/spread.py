@@ -9,6 +9,7 @@ period stays what it is.
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
+from schedules.memory import room
 from schedules.schedule import Schedule, Seat, Worker
 from schedules.tables.moves import layers_lacked
 
@@ -70,11 +71,11 @@ class _Places:
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
-        if (a.holds is not None or b.holds is not None) and a.worker.column != b.worker.column:
-            return False  # whose room may be another
-        before = len(layers_lacked(self._schedule, a)) + len(layers_lacked(self._schedule, b))
-        after = sum(len(layers_lacked(self._schedule, Seat(worker, seat.role, seat.program, seat.holds)))
-                    for seat, worker in ((a, b.worker), (b, a.worker)))
+        swapped = [Seat(worker, seat.role, seat.program, seat.holds) for seat, worker in ((a, b.worker), (b, a.worker))]
+        if any((room(self._schedule, new) or 0) < (room(self._schedule, old) or 0)
+               for new, old in zip(swapped, (a, b), strict=True)):
+            return False
+        before, after = (sum(len(layers_lacked(self._schedule, seat)) for seat in pair) for pair in ((a, b), swapped))
         return after <= before
 
     def _at(self, worker: Worker) -> Hashable:

@@ -71,7 +71,7 @@ class Table:
         self.index = index
         self._programs = programs.programs
         self._entries = entries
-        self._classes = pipeline_classes(index.basis.grid, index.basis.times)
+        self._classes = pipeline_classes(index.basis.grid, index.basis.times, index.basis.memory)
         self._checked: dict[str, Schedule] = {}
 
     @classmethod

@@ -118,7 +118,7 @@ def test_a_slow_worker_that_is_down_keeps_no_role():
 def test_candidates_are_patterns_of_the_right_size():
     job = grid(6, 4, 4)
     problem = build_problem(job)
-    classes = pipeline_classes(problem.grid, problem.times)
+    classes = pipeline_classes(problem.grid, problem.times, problem.memory)
     for failures in (1, 3, 7, 18):
         found = candidates(job, Windows(job, GREEDY), failures)
         assert found and all(len(holes) == failures and dead_column(holes, problem.grid) is None for holes in found)

@@ -27,7 +27,8 @@ ITERATIONS = 24
 @pytest.mark.parametrize(("seed", "name"), [
     (1, "plain"), pytest.param(2, "slow-settling-clipped", marks=pytest.mark.slow),
     pytest.param(3, "ranks-settling-clipped", marks=pytest.mark.slow),
-    pytest.param(4, "sharded-settling-clipped", marks=pytest.mark.slow)])
+    pytest.param(4, "sharded-settling-clipped", marks=pytest.mark.slow),
+    pytest.param(5, "uneven-sharded-settling-clipped", marks=pytest.mark.slow)])
 def test_chaos(seed, name, fork_server, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[name], gap=(3, 8), away=(1, 4))
     train_through(setting, random.Random(seed), fork_server, tmp_path, tally, storm_seconds=2.0)

@@ -6,12 +6,16 @@ from runtime.config import ConfigError
 from runtime.launch import run
 from runtime.model.data.loss_weights import LossWeights
 from runtime.model.microbatch import Microbatch
+from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Slowdown
 from runtime.replay.dealt_samples import DealtSamples
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, train
+from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.test_routes import LINEAR, eight_layers
+from tests.runtime.test_settling import phases
+from tests.runtime.test_settling import train as train_and_settle
 from tests.runtime.uneven_data import Uneven
 
 WIDE = grid(3, 2, 4, more="optimizer = 1")
@@ -61,6 +65,25 @@ def test_killed_and_back_with_the_same_numbers(training, fork_server, tmp_path):
     result = train([at("1.0", 1, 3), at("2.1", 3, "A"), at("0.1", 4, "stepped")], fork_server, tmp_path, job=WIDE,
                    config=uneven(**training))
     assert result.recoveries
+
+
+@pytest.mark.parametrize("training", [
+    {}, pytest.param({"shard_optimizer": True, "clip_norm": 0.5}, marks=pytest.mark.slow),
+    pytest.param({"shard_optimizer": True, "tensor_parallel": 2}, marks=pytest.mark.slow)])
+def test_one_that_dies_comes_back(training, fork_server, tmp_path):
+    """Each schedule has its own permutation, also of whoever has come in."""
+    result = train([at("1.0", 2, 1)], fork_server, tmp_path, job=WIDE, config=uneven(iterations=30, **training),
+                   returns=(Return(Worker(1, 0), 3),))
+    assert dead(result) == ["1.0"] and returned(result) == ["1.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [{}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "shard_optimizer": True}])
+def test_layers_move(training, fork_server, tmp_path):
+    config = eight_layers(30, data=DATA, loss_weights="tokens", deal_swaps=200, clip_norm=1.6, evaluate_every=10,
+                          validation_data=DATA, options={"microbatches": list(LINEAR.microbatches)}, **training)
+    result, events, _ = train_and_settle([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
+    assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
 
 
 def test_slow_workers_whose_work_is_shed(fork_server, tmp_path):

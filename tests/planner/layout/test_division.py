@@ -1,4 +1,4 @@
-"""Divisions of tiny problems against all ways to run them."""
+"""Divisions of tiny problems against all ways to run them; exact assignments against the divisions they start from."""
 
 import itertools
 import random
@@ -7,8 +7,10 @@ from collections import Counter
 import networkx as nx
 import pytest
 
+from planner.budget import Budget
 from planner.layout.bounds import work_bound
 from planner.layout.candidates import candidates
+from planner.layout.cpsat import improved
 from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.routes import layout_of
@@ -97,6 +99,37 @@ def test_a_slow_worker_gets_less():
         for (first, end), worker in route:
             cells[worker] += end - first
     assert max(abs(cells[worker] - 2 * cells[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
+
+
+@pytest.mark.parametrize(("pipelines", "stages", "microbatches", "failed", "slow"), [
+    (4, 4, 8, ["0.1"], {}), (4, 4, 8, ["0.1", "1.1"], {}), (2, 4, 8, ["0.1", "1.2"], {}),
+    (3, 4, 8, ["0.1"], {"1.2": 1500}),
+])
+def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, microbatches, failed, slow):
+    given = problem(pipelines, stages, microbatches, 4, failed=failed, slow=slow, transfer=1, room=4 * (8 + 2 * 8))
+    lines = lines_of(given)
+    known = Divider(given, lines).least()
+    before = layout_of(given, lines, known[1], "")
+    division = improved(given, lines, known, Budget.of_steps(4_000_000))
+    assert division is not None
+    layout = layout_of(given, lines, division, "")
+    assert_valid(given, layout)
+    assert max(loads(given, layout).values()) <= known[0]
+    assert loaded(given, layout) <= loaded(given, before)
+
+
+def loaded(given, layout):
+    """Layers that workers hold now and did not hold before."""
+    return sum(not any(first <= layer < end for first, end in given.holds[worker])
+               for worker, ranges in layout.holds.items() for low, high in ranges for layer in range(low, high))
+
+
+def test_exact_assignments_of_one_seed_are_equal():
+    given = problem(4, 4, 8, 4, failed=["0.1"], transfer=1)
+    lines = lines_of(given)
+    known = Divider(given, lines).least()
+    found = [improved(given, lines, known, Budget.of_steps(12_000_000, 3)) for _ in range(2)]
+    assert found[0] == found[1]
 
 
 def test_candidates_are_no_longer_than_published_systems():

@@ -76,7 +76,7 @@ def test_every_failure_set_is_found_and_valid(exact):
     table = Table.load(folder)
     table.verify()
     grid = table.basis.grid
-    classes = pipeline_classes(grid, table.basis.times)
+    classes = pipeline_classes(grid, table.basis.times, table.basis.memory)
     for size in range(3):
         for failed in combinations(grid.workers(), size):
             found = table.lookup(failed)
@@ -232,7 +232,8 @@ def test_one_and_two_nodes_lost_are_found_and_equal_ones_planned_once(tmp_path, 
     text = THREE + CROSSED
     built = quick_build(tmp_path, text=text, max_failures=2, by_node=True, exact=exact)
     table = Table.load(tmp_path)
-    nodes, classes = parse_job(text.decode()).nodes, pipeline_classes(table.basis.grid, table.basis.times)
+    nodes, basis = parse_job(text.decode()).nodes, table.basis
+    classes = pipeline_classes(basis.grid, basis.times, basis.memory)
     of_nodes = {row.key: row.nodes for row in built.index.entries if row.nodes}
     assert of_nodes == {f"{settled}pattern-{key}": sets for settled in ("", "settled-") for key, sets in (
         ("0+1", ((0,), (1,), (2,))), ("0+0,1+1", ((0, 1), (0, 2), (1, 2))))}

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from planner.plan import plan_job
 from schedules.dealing import CostError, Dealer
-from schedules.graph import Collective, op_graph, programs_of
+from schedules.graph import Collective, programs_of
 from schedules.precedence import op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Worker
 from tests.general import general_schedules
+from tests.generate import op_graph
 from tests.jobs import failures, grid, jobs
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
@@ -126,7 +127,8 @@ def test_iterations_in_a_row_take_what_the_planned_ones_do():
 
 @pytest.mark.parametrize(("costs", "message"), [
     (np.ones((3, 3)), r"shape \[3, 3\]; expected \[4, 3\]"), (-np.ones((4, 3)), "the F of sample 0 costs -1 times"),
-    (np.full((4, 3), np.nan), "costs nan times"), ("text", "are a str"), (np.full((4, 3), 1e9), "expected 0 to 1000"),
+    (np.full((4, 3), np.nan), "costs nan times"), ("text", "are a str"),
+    (np.full((4, 3), np.inf), "costs inf times"), (np.full((4, 3), 1e9), "expected 0 to 1000"),
 ])
 def test_what_are_no_costs_is_refused_in_one_line(costs, message):
     made = plan_job(grid(2, 2, 2), method="greedy", time_limit=1).schedule

@@ -25,7 +25,7 @@ USUAL = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"
 
 def classes_of(job):
     problem = build_problem(job)
-    return pipeline_classes(problem.grid, problem.times)
+    return pipeline_classes(problem.grid, problem.times, problem.memory)
 
 
 @given(st.data(), jobs(memory=False))

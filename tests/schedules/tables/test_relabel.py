@@ -36,7 +36,7 @@ def test_relabelled_schedules_keep_every_rule(data, job, backward, optimizer):
     assert check(found) == []
     assert list(found.failed) == failed and found.period_ticks == schedule.period_ticks
     assert found.rerouted == schedule.rerouted and found.lower_bound_ticks <= schedule.lower_bound_ticks
-    classes = pipeline_classes(schedule.grid, schedule.times)
+    classes = pipeline_classes(schedule.grid, schedule.times, schedule.memory)
     if pattern_of(failed, classes) == pattern_of(schedule.failed, classes):
         assert found.moves == () and found.lower_bound_ticks == schedule.lower_bound_ticks
 

@@ -1,0 +1,295 @@
+"""The exact assignment of layers and micro-batches to lines, in CP-SAT: least longest load, then fewest layers moved.
+
+Equal lines are counted, not listed: a *kind* of line that is cut anew has one set of variables, whatever its copies,
+and all lines that keep their stages together run what is left of each layer. The model has a few thousand variables
+where the cluster has thousands of workers.
+
+    hold[k, p, range]   position p of kind k holds this range of layers
+    cells[k, p, layer]  micro-batches whose layer it runs
+    whole[k], more[k]   a line of kind k runs so many whole micro-batches, and this many layers of one more
+    load                the longest load of any worker, in ticks
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ortools.sat.python import cp_model
+
+from planner.budget import SOLVER_UNITS_PER_STEP, Budget
+from planner.layout.division import Divider, Division, Piece
+from planner.layout.lines import Chunk, Line, fill_idle
+from planner.layout.problem import LayoutProblem
+
+LARGEST_MODEL = 60_000
+"""Ranges that all positions together may choose from; larger models find nothing in seconds."""
+
+
+class _Position(NamedTuple):
+    """A worker of a kind of line, as variables."""
+
+    hold: dict[tuple[int, int], cp_model.IntVar]
+    """Range of layers -> whether it holds these."""
+    cells: dict[int, cp_model.IntVar]
+    """Layer -> micro-batches whose layer it runs."""
+
+
+class _Kind(NamedTuple):
+    """Equal lines that are cut anew."""
+
+    copies: tuple[int, ...]
+    """Their numbers among all lines."""
+    positions: list[_Position]
+    whole: cp_model.IntVar
+    more: cp_model.IntVar
+
+
+class Assignment:
+    """The model of a problem on given lines, and its hint: a division that is known."""
+
+    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], known: Division, limit: int, *,
+                 free: bool) -> None:
+        """`known`: a division whose longest load is `limit`. `free`: how much each line runs is open, too, not only how
+        it is cut."""
+        self._problem, self._lines, self._known, self._limit = problem, lines, known, limit
+        self._model = cp_model.CpModel()
+        self._load = self._model.new_int_var(0, limit, "load")
+        self._kept = [index for index, line in enumerate(lines) if not line.cut]
+        self._free = free and bool(self._kept)
+        self._kinds = [self._kind(copies) for copies in self._equal_lines()]
+        self._further: dict[tuple[int, int], cp_model.IntVar] = {}
+        """[kind, layer] whether the micro-batch that is cut over several lines passes this layer on this kind."""
+
+    @property
+    def size(self) -> int:
+        """Ranges that all positions together may choose from."""
+        return sum(len(position.hold) for kind in self._kinds for position in kind.positions)
+
+    def solve(self, budget: Budget) -> Division | None:
+        """A division with the least longest load found in the budget, and of these one that moves few layers.
+
+        None where nothing is better than what is known.
+        """
+        if not self._kinds or self.size > LARGEST_MODEL:
+            return None
+        for kind in self._kinds:
+            self._ranges_hold_cells(kind)
+            self._longest_load(kind)
+        self._rest_fits()
+        self._hint()
+        solver = _solver(budget.share(0.5))
+        self._model.minimize(self._load)
+        found = solver.solve(self._model)
+        budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
+        if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        self._model.add(self._load <= solver.value(self._load))
+        self._model.clear_hints()  # type: ignore[no-untyped-call]
+        for variable in self._variables():
+            self._model.add_hint(variable, solver.value(variable))
+        self._model.minimize(self._moved())
+        second = _solver(budget)
+        best = second if second.solve(self._model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else solver
+        budget.clock.count(second.deterministic_time / SOLVER_UNITS_PER_STEP)
+        return self._division(best)
+
+    def _equal_lines(self) -> list[tuple[int, ...]]:
+        """The numbers of the lines that are cut anew, equal ones together."""
+        problem, groups = self._problem, defaultdict(list)
+        for index, line in enumerate(self._lines):
+            if line.cut:
+                shape = tuple(problem.workers[worker] for worker in line.workers)
+                part = () if self._free else tuple(self._profile(index))
+                groups[shape, part].append(index)
+        return [tuple(copies) for copies in groups.values()]
+
+    def _profile(self, index: int) -> list[int]:
+        """[layer] cells of a line in the division that is known."""
+        return [sum(chunk.get(layer, 0) for chunk in self._known.chunks[index])
+                for layer in range(self._problem.layer_count)]
+
+    def _kind(self, copies: tuple[int, ...]) -> _Kind:
+        model, problem, line = self._model, self._problem, self._lines[copies[0]]
+        most = problem.total_microbatches
+        positions = []
+        for number, worker in enumerate(line.workers):
+            hold: dict[tuple[int, int], cp_model.IntVar] = {}
+            layers: set[int] = set()
+            for first, end in self._ranges(line, number, copies[0]):
+                hold[first, end] = model.new_bool_var(f"hold {worker} {first} {end}")
+                layers.update(range(first, end))
+            cells = {layer: model.new_int_var(0, most, f"cells {worker} {layer}") for layer in sorted(layers)}
+            positions.append(_Position(hold, cells))
+        return _Kind(copies, positions, model.new_int_var(0, most, "whole"),
+                     model.new_int_var(0, problem.layer_count - 1, "more"))
+
+    def _ranges(self, line: Line, number: int, index: int) -> list[tuple[int, int]]:
+        """Ranges that a worker has memory for, no further from its present and its known ones than these are long."""
+        problem, worker = self._problem, line.workers[number]
+        known = sorted(self._known.chunks[index][number])
+        near = sorted({*known, *problem.layers_held(worker)})
+        if not near:
+            return []
+        reach = max(1, problem.layer_count // len(line.workers) // 2)
+        low, high = max(0, known[0] - reach if known else near[0]), min(
+            problem.layer_count, (known[-1] + 1 + reach) if known else near[-1] + 1)
+        found = []
+        for first in range(low, high):
+            room = problem.room_of(worker)
+            for end in range(first + 1, high + 1):
+                room -= problem.weight(end - 1) + problem.most(end - 1)
+                if room < 0:
+                    break
+                found.append((first, end))
+        return found
+
+    def _ranges_hold_cells(self, kind: _Kind) -> None:
+        """Positions hold one range or none, in order of layers, at most one layer in common."""
+        model, count = self._model, self._problem.layer_count
+        reached: cp_model.LinearExprT = 0
+        for position in kind.positions:
+            model.add_at_most_one(position.hold.values())
+            for layer, cells in position.cells.items():
+                holding = [literal for (first, end), literal in position.hold.items() if first <= layer < end]
+                model.add(cells <= self._problem.total_microbatches * sum(holding))
+            begins = sum(first * literal for (first, _), literal in position.hold.items())
+            absent = count - count * sum(position.hold.values())
+            model.add(begins + absent >= reached - 1)
+            ends = model.new_int_var(0, count, "reached")
+            model.add(ends >= reached)
+            model.add(ends >= sum(end * literal for (_, end), literal in position.hold.items()))
+            reached = ends
+        for layer in range(count):
+            further = model.new_bool_var(f"more beyond {layer}")
+            model.add(kind.more > layer).only_enforce_if(further)
+            model.add(kind.more <= layer).only_enforce_if(~further)
+            run = sum(position.cells[layer] for position in kind.positions if layer in position.cells)
+            if self._free:
+                model.add(run == kind.whole + further)
+            else:
+                model.add(run == self._profile(kind.copies[0])[layer])
+            self._further[kind.copies[0], layer] = further
+
+    def _longest_load(self, kind: _Kind) -> None:
+        """Load: cells by their ticks and the worker's slowness, all-reduce and optimizer of what it holds, idle."""
+        problem, line = self._problem, self._lines[kind.copies[0]]
+        usual = max(1, self._known.whole[kind.copies[0]])
+        for number, (worker, position) in enumerate(zip(line.workers, kind.positions, strict=True)):
+            compute = sum(problem.work[layer] * cells for layer, cells in position.cells.items())
+            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)
+            beside = sum((sum(problem.tail[first:end]) + idle(first, end, usual)) * literal
+                         for (first, end), literal in position.hold.items())
+            self._model.add(1000 * self._load >= problem.slowness(worker) * compute + 1000 * beside)
+
+    def _rest_fits(self) -> None:
+        """What no line that is cut anew runs is run by those that keep their stages."""
+        problem, model = self._problem, self._model
+        if not self._free:
+            return
+        rest = [problem.total_microbatches - sum(
+            len(kind.copies) * (kind.whole + self._further[kind.copies[0], layer]) for kind in self._kinds)
+            for layer in range(problem.layer_count)]
+        for layer in range(problem.layer_count):
+            model.add(rest[layer] >= 0)
+        lines = len(self._kept)
+        usual = max(1, max(self._known.whole[index] for index in self._kept))
+        line = self._lines[self._kept[0]]
+        for (first, end), column in problem.paths[0]:
+            number = next(place for place, worker in enumerate(line.workers) if worker.column == column)
+            worker = line.workers[number]
+            held = problem.layers_held(worker)
+            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)(first, end, usual)
+            beside = sum(problem.tail[layer] for layer in held) + idle
+            work = {problem.work[layer] for layer in range(first, end)}
+            if len(work) == 1 and len(held) == end - first:
+                most = model.new_int_var(0, problem.total_microbatches * (end - first), f"cells of stage {first}")
+                model.add(lines * most >= sum(rest[first:end]))
+                model.add(self._load >= most * work.pop() + beside)
+            else:
+                model.add(lines * (self._load - beside) >= sum(
+                    problem.work[layer] * rest[layer] for layer in range(first, end)))
+
+    def _moved(self) -> cp_model.LinearExprT:
+        """Layers that workers must load."""
+        terms = []
+        for kind in self._kinds:
+            for worker, position in zip(self._lines[kind.copies[0]].workers, kind.positions, strict=True):
+                held = set(self._problem.layers_held(worker))
+                for (first, end), literal in position.hold.items():
+                    terms.append(len(kind.copies) * self._bytes(set(range(first, end)) - held) * literal)
+        return sum(terms)
+
+    def _bytes(self, layers: set[int]) -> int:
+        """What layers weigh; where the job does not say, all the same."""
+        return sum(map(self._problem.weights.__getitem__, layers)) if any(self._problem.weights) else len(layers)
+
+    def _variables(self) -> list[cp_model.IntVar]:
+        return [variable for kind in self._kinds for variable in (
+            kind.whole, kind.more, *(one for position in kind.positions
+                                     for one in (*position.hold.values(), *position.cells.values())))]
+
+    def _hint(self) -> None:
+        """The division that is known; equal lines as the first of them."""
+        for kind in self._kinds:
+            index = kind.copies[0]
+            profile = self._profile(index)
+            self._model.add_hint(kind.whole, min(profile))
+            self._model.add_hint(kind.more, sum(profile) - min(profile) * len(profile))
+            for chunk, position in zip(self._known.chunks[index], kind.positions, strict=True):
+                ends = (min(chunk), max(chunk) + 1) if chunk else None
+                for layers, literal in position.hold.items():
+                    self._model.add_hint(literal, layers == ends)
+                for layer, cells in position.cells.items():
+                    self._model.add_hint(cells, chunk.get(layer, 0))
+        self._model.add_hint(self._load, self._limit)
+
+    def _division(self, solver: cp_model.CpSolver) -> Division | None:
+        """The solver's answer for every line; None where cells do not divide over equal lines without a remainder."""
+        limit = solver.value(self._load)
+        divider = Divider(self._problem, self._lines)
+        whole, chunks = list(self._known.whole), list(self._known.chunks)
+        if not self._free:
+            for kind in self._kinds:
+                for index in kind.copies:
+                    chunks[index] = self._chunks(kind, solver)
+            return Division(tuple(whole), tuple(chunks), self._known.pieces, self._known.items)
+        pieces: list[Piece] = []
+        for kind in self._kinds:
+            for index in kind.copies:
+                whole[index] = solver.value(kind.whole)
+                chunks[index] = self._chunks(kind, solver)
+                if solver.value(kind.more):
+                    pieces.append(Piece(len(pieces), 0, solver.value(kind.more), index, None))
+        left = self._problem.total_microbatches - len(pieces) - sum(whole[index] for kind in self._kinds
+                                                                   for index in kind.copies)
+        for index in self._kept:
+            whole[index] = min(left, divider.most_whole(index, limit))
+            left -= whole[index]
+        return divider.complete(whole, chunks, pieces, limit)
+
+    def _chunks(self, kind: _Kind, solver: cp_model.CpSolver) -> tuple[Chunk, ...]:
+        return tuple({layer: solver.value(cells) for layer, cells in position.cells.items() if solver.value(cells)}
+                     for position in kind.positions)
+
+
+def _solver(budget: Budget) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+        setattr(solver.parameters, name, limit)
+    solver.parameters.catch_sigint_signal = False
+    solver.parameters.random_seed = budget.seed
+    solver.parameters.num_workers = 1
+    return solver
+
+
+def improved(problem: LayoutProblem, lines: Sequence[Line], known: tuple[int, Division],
+             budget: Budget) -> Division | None:
+    """A division no longer than the known (longest load, division) that moves fewer layers; None where there is none.
+
+    The same for the same seed where the solver is done within the budget.
+    """
+    for free, share in ((True, 0.7), (False, 1.0)):
+        division = Assignment(problem, lines, known[1], known[0], free=free).solve(budget.share(share))
+        if division is not None:
+            return division
+    return None

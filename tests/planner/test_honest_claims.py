@@ -1,0 +1,171 @@
+"""Bounds and references say what they are of: jobs on which they once claimed too much."""
+
+from fractions import Fraction
+
+import pytest
+import typer
+from msgspec.structs import replace
+
+import cli.plan
+from cli.fleet.availability_trace import AvailabilityTrace, Change
+from cli.fleet.loads import Loads
+from planner.claims import proven_bound
+from planner.job.file import JobError, parse_job
+from planner.job.layers import layer_costs
+from planner.model.bounds import lower_bound
+from planner.model.from_job import build_problem
+from planner.model.layout_bound import most_forward
+from planner.model.ticks import tick_of
+from planner.normalise import normalised
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_with
+from planner.portfolio import _rounding, any_layers_bound
+from schedules import codec
+from schedules.check import check
+from schedules.costs import Room
+from schedules.schedule import Worker
+from schedules.tables.relabel import relabel
+from tests.jobs import grid
+
+ONE = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"
+DOWN = [Worker(0, 0)]
+
+
+@pytest.mark.parametrize("method", ["cp-sat", "greedy", "1f1b"])
+def test_a_bound_with_layers_in_place_is_none_where_they_move(method):
+    # With both layers on each worker, each runs one micro-batch alone: 6 ticks.
+    job = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [1, 1]\n")
+    made = plan_with(PlanOptions(layers="move", method=method, time_limit=2.0), job)
+    assert made.schedule.seconds(made.schedule.lower_bound_ticks) <= 6
+
+
+def test_a_large_job_in_blocks_has_the_bound_of_any_layers():
+    job = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [1, 1]\n")
+    assert any_layers_bound(PlanOptions(layers="move"), job, ()) <= 6 < lower_bound(build_problem(job))
+
+
+def test_a_plan_with_roles_in_place_is_not_called_optimal_for_all_roles():
+    # Two failures in one column: spread over both, the period is shorter than what is optimal for them in place.
+    job = grid(3, 2, 6)
+    made = normalised(job, [Worker(0, 0), Worker(1, 0)], PlanOptions(time_limit=2.0))
+    best = min(plan_job(job, down, time_limit=1.0).schedule.period_ticks
+               for down in ([Worker(0, 0), Worker(0, 1)], [Worker(0, 0), Worker(1, 1)]))
+    assert made.schedule.lower_bound_ticks <= best
+
+
+def test_the_reference_does_not_depend_on_plans_with_layers_moved():
+    times = "forward = [1, 9]\nbackward_input = [1, 9]\nbackward_weight = [1, 9]\n"
+    job = grid(2, 2, 2, times=times, more="[placement]\nlayers = [1, 9]\n")
+    alive = plan_job(job, time_limit=1.0)
+    for down in (DOWN, []):
+        moved = plan_with(PlanOptions(layers="move", time_limit=2.0), job, down, known=alive.fault_free)
+        assert moved.fault_free == alive.fault_free
+        assert down or moved.period <= alive.period
+
+
+# --- Workers with room of their own ---------------------------------------------------------------------------------
+
+
+def _roomy():
+    made = plan_job(grid(2, 1, 4, more="[memory]\ncapacity = 10\nactivation = 1\nweight_stash = 1\n"),
+                    time_limit=1.0).schedule
+    assert made.memory is not None
+    return replace(made, memory=replace(made.memory, capacity_of=(Room(Worker(1, 0), 0),)))
+
+
+def test_pipelines_with_other_room_are_not_equal():
+    assert {violation.rule for violation in check(_roomy())} == {"memory"}
+
+
+def test_a_role_goes_to_nobody_with_less_room():
+    job = grid(3, 2, 3, more="[memory]\ncapacity = 10\nactivation = 1\nweight_stash = 1\n")
+    planned = plan_job(job, [Worker(0, 0)], time_limit=1.0).schedule
+    assert planned.memory is not None
+    small = replace(planned, memory=replace(planned.memory, capacity_of=(Room(Worker(0, 0), 0),)))
+    assert check(small) == []  # it is down
+    for failed in small.grid.workers():
+        found = relabel(small, [failed])
+        assert found is None or check(found) == []
+
+
+def test_a_bound_counts_the_room_that_workers_have():
+    text = "[memory]\ncapacity = {}\nactivation = 1\nweight_stash = 1\n"
+    wide = plan_job(grid(1, 2, 4, more=text.format(4)), time_limit=2.0).schedule
+    assert wide.memory is not None
+    own = replace(wide, memory=replace(wide.memory, capacity=(1, 1), capacity_of=tuple(
+        Room(worker, 4) for worker in wide.grid.workers())))
+    assert check(own) == [] and proven_bound(own) <= own.period_ticks
+
+
+# --- Whole numbers --------------------------------------------------------------------------------------------------
+
+
+def test_forwards_that_memory_holds_are_counted_in_fractions():
+    assert most_forward([(29, 100)], 100) == 29
+    assert most_forward([(5, 0), (7, 2)], 0) == 5
+    assert most_forward([(0, 0)], 0) == 0
+
+
+def test_what_rounding_takes_counts_all_that_takes_time():
+    job = parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\nbackward_input = 1\n"
+                    "backward_weight = 1\noptimizer = 1.00000051\n[placement]\nlayers = [2]\n")
+    tick = tick_of(job, layer_costs(job))
+    rounding = _rounding(job, layer_costs(job), tick, tick_of(job) / tick)
+    exact = Fraction("4.00000051") / tick
+    assert rounding.sure(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
+    assert rounding.ticks > 0
+
+
+@pytest.mark.parametrize("layers", ["fixed", "move"])
+def test_a_stage_that_costs_nothing_may_lose_a_worker(layers):
+    job = grid(2, 2, 2, times="forward = [0, 1]\nbackward_input = [0, 1]\nbackward_weight = [0, 1]\n",
+               more="[placement]\nlayers = [2, 2]\n[layers]\nforward = [0, 0, 0.5, 0.5]\n"
+                    "backward_input = [0, 0, 0.5, 0.5]\nbackward_weight = [0, 0, 0.5, 0.5]\n")
+    made = plan_with(PlanOptions(layers=layers, time_limit=1.0), job, DOWN)
+    assert made.schedule.lower_bound_ticks <= made.schedule.period_ticks
+
+
+@pytest.mark.parametrize("factor", [1.2345, 0.0014])
+def test_slow_factors_are_whole_thousandths(factor):
+    with pytest.raises(JobError, match="whole thousandths"):
+        grid(2, 1, 2, times=f"{ONE}slow = {{'0.0' = {factor}}}\n")
+
+
+# --- Counted once ---------------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_come_back_are_no_failures():
+    trace = AvailabilityTrace(name="t", places=1, live=(0,), length_seconds=100.0, gpus_per_worker=4, changes=tuple(
+        Change(10.0 * number, gpus=((0, count),)) for number, count in enumerate((3, 2, 3, 4), 1)))
+    assert (trace.partial_losses, trace.seconds_between_failures) == (2, 50.0)
+
+
+def test_loads_are_of_all_stages_that_a_worker_has():
+    job = grid(1, 2, 1, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = [1, 2, 4, 8]\n",
+               more="[placement]\norder = 'interleaved'\nchunks = 2\n")
+    assert Loads(job).longest_load((0, 0)) == 6 + 2 + 8
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_schedule_is_written_that_cannot_be_read(monkeypatch):
+    made = plan_job(grid(1, 2, 2), time_limit=0.5).schedule
+    monkeypatch.setattr(codec, "MAX_OPS", 3)
+    with pytest.raises(codec.ScheduleError, match="too large"):
+        codec.encode(made)
+
+
+def test_json_does_not_change_the_plan(tmp_path, monkeypatch):
+    file, limits = tmp_path / "job.toml", []
+    file.write_text(f"pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\n{ONE}")
+
+    def planned(job, failed, options, **others):
+        limits.append(options)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(cli.plan, "make_plan", planned)
+    for json in (False, True):
+        with pytest.raises(typer.Exit):
+            cli.plan.plan(file, failed=["0.0"], json=json)
+    assert limits[0] == limits[1]
