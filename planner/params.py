@@ -10,6 +10,7 @@ A file of these (`slipstream plan --params FILE`) is TOML with a table for each 
 Shares are of the time, or the steps, that is left at that point. Ops are compute ops: F, I and W, or F and B.
 """
 
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -191,6 +192,6 @@ def read_params(path: Path) -> SearchParams:
     Raises ParamsError where it cannot be read, or has an unknown key or a wrong value.
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=SearchParams)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        return msgspec.convert(tomllib.loads(path.read_text()), SearchParams)
+    except (OSError, ValueError) as error:  # what is no UTF-8, no TOML, or does not fit, are all ValueErrors
         raise ParamsError(f"{path}: {error}") from None

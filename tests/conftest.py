@@ -14,6 +14,7 @@ from tests.browser import chromium as chromium
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("COLUMNS", None)  # what commands print into pipes is as wide as it is, also where pytest-xdist sets it
 
 settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
                           database=None)

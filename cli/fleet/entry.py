@@ -130,11 +130,14 @@ class _TableEntry(Entry):
         return row.pause_seconds if row else 0.0
 
 
+_TABLE = msgspec.json.Decoder(Table)
+
+
 def read_entry(path: Path) -> Table:
     """Read a table. Raises EntryError, whose message names the file and what is wrong."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
-        table = msgspec.json.decode(data, type=Table)
+        table = _TABLE.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise EntryError(f"{path}: {error}; expected the form slipstream-entry-1 (docs/benchmark.md)") from None
     for case, rows in table.cases.items():

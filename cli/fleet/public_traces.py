@@ -50,10 +50,13 @@ class _SpotTrace(msgspec.Struct):
     data: list[float]
 
 
+_SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
+
+
 def spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     """(pairs of seconds and instances from then on, seconds in all) of one of SkyPilot's traces. Raises ValueError."""
     try:
-        found = msgspec.json.decode(text, type=_SpotTrace)
+        found = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
         raise ValueError(f'expected {{"metadata": {{"gap_seconds": 300}}, "data": [...]}} (a spot trace): {error}') \
             from None

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,7 +84,9 @@ class Children:
             raise ChildError(str(error)) from None
         for name in self._names:
             if self._status.get(name):
-                lines = self._log(name).read_text(errors="replace").strip().splitlines()
+                lines: list[str] = []
+                with suppress(FileNotFoundError):  # of a process that ended before it had one
+                    lines = self._log(name).read_text(errors="replace").strip().splitlines()
                 raise ChildError(lines[-1] if lines else f"a process ended with status {self._status[name]}")
         return [self._answer(name).read_bytes() for name in self._names]
 

@@ -10,7 +10,7 @@ from tests.runtime.running import tiny
 @pytest.mark.parametrize("config", [CONFIG, tiny(shard_optimizer=True, iterations=6)], ids=["whole", "parts"])
 def test_an_iteration_is_tried_once_more(config, fork_server, tmp_path):
     """Also a later one, by whomever; the numbers are those of one process."""
-    result = train([at("0.1", 2, 2, "memory"), at("1.0", 3, "O", "memory"), at("0.1", 4, 4, "memory")], fork_server,
+    result = train([at("0.1", 2, 2, "memory"), at("1.0", 3, "O", "memory"), at("0.1", 5, 4, "memory")], fork_server,
                    tmp_path, config=config)
     assert [(recovery.dead, recovery.live) for recovery in result.recoveries] == [((), 4)] * 3
 
