@@ -31,7 +31,7 @@ COMMANDS = {
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
     "benchmark": "Simulate all policies, and systems of others, on a versioned set of jobs and failures.",
     "reproduce": "Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.",
-    "jitter": "Replay a schedule thousands of times with noise in its op times, with a straggler, or with unequal samples.",
+    "jitter": "Replay a schedule thousands of times with noise in op times, with a straggler, or with unequal samples.",
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }

@@ -40,7 +40,7 @@ MOST_ITERATIONS = 50
 
 def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays: Replays = 10_000, seed: Seed = 0,
            lengths: Lengths = None, attention: Attention = 0.3, context: Context = None, json: Json = False) -> None:
-    """Replay a schedule thousands of times with noise in its op times, with a straggler, or with unequal samples.
+    """Replay a schedule thousands of times with noise in op times, with a straggler, or with unequal samples.
 
     Workers keep the planned order and start each op as early as they can; iterations follow each other.
     """
