@@ -37,7 +37,8 @@ MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, me
     "the usual schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
                                           metavar="SEC", min=0.01, max=7 * 86400, help=(
-    "Seconds to search at most. How good the plan is then depends on the machine and its load; see --steps."))]
+    "Seconds to search at most; plan without --json takes up to a quarter more for comparisons. "
+    "How good the plan is then depends on the machine and its load; see --steps."))]
 Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=SEARCH, metavar="N", min=0, max=10**15, help=(
     "Search for so many counted steps in place of seconds: then one seed gives one plan, on any machine, at any load. "
     "A core makes about 400,000 a second."))]
