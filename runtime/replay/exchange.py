@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runtime.model.own_ranks import RankForms, carried, carriers
 from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from runtime.replay.communication import Communicator
+from runtime.replay.session import Session
 from runtime.replay.transfers import Arriving, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
@@ -34,7 +34,7 @@ class Exchange:
 
     A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
     what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
-    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL communicator.
+    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL session.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
 
@@ -44,13 +44,15 @@ class Exchange:
         Of what goes into each layer of the schedule, and then of what comes out of the last.
     by_rank
         The same at each of the ranks that this process stands for, where these are several.
+    order
+        The transfers of the schedule, where they are known already.
     """
 
-    def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[Form],
-                 iterations: range, by_rank: RankForms | None = None) -> None:
-        everyone = transfers(schedule, programs_of(schedule))
-        self._worker = worker = communicator.worker
-        self._communicator = communicator
+    def __init__(self, schedule: Schedule, session: Session, forms: Sequence[Form],
+                 iterations: range, by_rank: RankForms | None = None, order: Sequence[Transfer] | None = None) -> None:
+        everyone = transfers(schedule, programs_of(schedule)) if order is None else order
+        self._worker = worker = session.worker
+        self._session = session
         self._schedule = schedule
         self._forms = forms
         self._by_rank = by_rank or RankForms(forms)
@@ -61,7 +63,7 @@ class Exchange:
                                                  for place, (_, transfer) in enumerate(self._mine)}
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
-        self._ahead = None if communicator.ordered else [place for place, (_, transfer) in enumerate(self._mine)
+        self._ahead = None if session.ordered else [place for place, (_, transfer) in enumerate(self._mine)
                                                   if transfer.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, list[Arriving]] = {}
@@ -94,7 +96,7 @@ class Exchange:
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on zeros, for an op that is not run. Raises CommunicationError."""
-        device = self._communicator.device
+        device = self._session.device
         form, _ = self._forms_of(name.kind, name.slice)
         self.give(iteration, name, made(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
@@ -144,11 +146,11 @@ class Exchange:
     def _issue(self, number: int) -> None:
         tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving += [self._communicator.send(carrier, transfer.target, tag, own_rank)
+            self._leaving += [self._session.send(carrier, transfer.target, tag, own_rank)
                               for own_rank, carrier in enumerate(self._ready.pop(number))]
         else:
             shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
-            self._arriving[number] = [self._communicator.receive(shape, dtype, transfer.source, tag, own_rank)
+            self._arriving[number] = [self._session.receive(shape, dtype, transfer.source, tag, own_rank)
                                       for own_rank in range(self._by_rank.ranks)]
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from runtime.model.layers import split_layers
 from runtime.model.sharing import Sharing
-from runtime.replay.communication import Shared
+from runtime.replay.session import Shared
 from schedules.layers import LayerRange, joined_ranges, layers_in
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 

@@ -7,7 +7,6 @@ from runtime.model.holding import keeps_parts
 from runtime.model.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
-from runtime.replay.communication import Communicator
 from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import WAITS
 from runtime.worker.context import OrderContext, WorkerContext
@@ -15,12 +14,12 @@ from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_
 from runtime.worker.layer_store import ByRank
 
 
-def take_layers(part: OrderContext, communicator: Communicator) -> None:
+def take_layers(part: OrderContext) -> None:
     """Hold exactly what the order's schedule needs of this worker. Raises CommunicationError."""
     order, context = part.order, part.context
     context.injector.at(order.first_iteration, "met")
     if keeps_parts(context.config.training):
-        _take_parts(part, communicator)
+        _take_parts(part)
         context.injector.at(order.first_iteration, "moved")
         return
     needed = context.placement.held(part.schedule, part.worker)
@@ -34,7 +33,7 @@ def take_layers(part: OrderContext, communicator: Communicator) -> None:
     context.injector.at(order.first_iteration, "moved")
 
 
-def _take_parts(part: OrderContext, communicator: Communicator) -> None:
+def _take_parts(part: OrderContext) -> None:
     """Where workers keep parts: what is kept changes only once all have what they need of it.
 
     What has come counts as kept before that. So if a worker dies meanwhile, those that do not hear any more that all
@@ -48,8 +47,8 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
         store.clear()
         store.read(context.placement.held(part.schedule, part.worker), order.first_iteration)
     part.activity.begins(f"{WAITS} for parts of layers to move")
-    store.receive(move_parts(context, order, part.connections.require, order.fetch))
-    communicator.wait_for_all()
+    store.receive(move_parts(context, order, part.session.require, order.fetch))
+    part.session.wait_for_all()
     cuts = cuts_of(reduced, dict(order.cut_for), store.elements, context.setup.failure_domains,
                    sharded=context.config.training.shard_optimizer)
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
@@ -81,7 +80,7 @@ def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[
 
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
-    order, context, require = part.order, part.context, part.connections.require
+    order, context, require = part.order, part.context, part.session.require
     part.activity.begins(f"{WAITS} for layers to move")
     context.layer_receiver.begin([
         LayerFetch(0, order.number, senders_for(part.worker, order.moves, order.addresses, rank), follow=False)

@@ -22,6 +22,7 @@ from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import address_towards, connect_store
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected
 from runtime.replay.placement import Placement
+from runtime.replay.session import Links
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.context import WorkerContext, WorkerLink
@@ -47,7 +48,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     layer_store = _layer_store(spec, model, checkpoints)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
+        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store),
+        links=Links(setup.transport), setup=setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
