@@ -61,6 +61,8 @@ class Exchange:
                       if worker in (transfer.source, transfer.target)]
         self._place: Mapping[TensorName, int] = {_name(transfer): place
                                                  for place, (_, transfer) in enumerate(self._mine)}
+        self._round = 0
+        """The last one of which anything was taken or given, counted from the first."""
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
         self._ahead = None if session.ordered else [place for place, (_, transfer) in enumerate(self._mine)
@@ -120,6 +122,7 @@ class Exchange:
 
     def _number(self, iteration: int, name: TensorName) -> int | None:
         place = self._place.get(name)
+        self._round = iteration - self._iterations.start
         return None if place is None else (iteration - self._iterations.start) * len(self._mine) + place
 
     def _issue_through(self, number: int) -> None:
@@ -129,9 +132,11 @@ class Exchange:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Post the receives that come next; where transfers are ordered, as far as no send stands before them."""
+        """Post the receives that come next. Where transfers are ordered, as far as no send stands before them, and not
+        beyond the iteration: a host that waits for its device waits for them, too."""
         while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
-               and self._transfer(following)[1].target == self._worker):
+               and self._transfer(following)[1].target == self._worker
+               and (self._ahead is not None or following // len(self._mine) <= self._round)):
             self._issue(following)
             self._issued += 1
 

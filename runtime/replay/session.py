@@ -74,8 +74,9 @@ class _Held(NamedTuple):
 class Links:
     """The process groups of one process, from order to order.
 
-    A group lives on where the next order needs it, all of its members live, and nothing was aborted in it. So what a
-    change costs depends on who comes and goes, not on how many workers there are.
+    Over NCCL, a group lives on where the next order needs it, all of its members live, and nothing was aborted in it. So
+    what a change costs depends on who comes and goes, not on how many workers there are. Groups over gloo stay open
+    until the next order, as others may still take from them what they need for the end of an iteration.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -394,8 +395,13 @@ class Session:
             threading.Thread(target=_close, args=(list(idle.values()),), daemon=True, name="closing").start()
 
     def _agreed(self, wanted: Mapping[str, _Wanted], idle: Mapping[str, _Held]) -> list[str]:
-        """The groups that all of their members still have: each says which it could use again."""
-        mine = {name: one.order for name, one in idle.items() if name in wanted
+        """The groups that all of their members still have: each says which it could use again.
+
+        Over gloo none is: receives of an iteration that never came may have been posted in it.
+        """
+        if not self.ordered:
+            return []
+        mine = {name: one.order for name, one in idle.items() if name in wanted and one.wanted.backend.ordered
                 and one.wanted.members == wanted[name].members and one.wanted.backend.lost(one.group) is None}
         own = [self._process(own_rank) for own_rank in self.own_ranks]
         others = {member for one in wanted.values() for member in one.members}.difference(own)
