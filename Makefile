@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TEST_PROCESSES ?= 3
 SUDO ?= $(shell test $$(id -u) = 0 || echo sudo)
 
-.PHONY: demo demo-short test launchers lint docs picture library clean
+.PHONY: demo demo-short test test-all browser launchers neighbours lint docs picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -16,8 +16,16 @@ demo: $(INSTALLED)         ## plan the worked example, train a small GPT with an
 demo-short: $(INSTALLED)   ## the same in seconds
 	$(BIN)/slipstream demo --short
 
-test: $(INSTALLED)         ## all tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations=15
+
+test: $(INSTALLED)         ## the tests of every change: what a change can break by itself
+	$(PYTEST) -m "not slow"
+
+test-all: test             ## these, and then the rest: long runs of real processes, launchers, browser, chaos
+	$(PYTEST) -m slow
+
+browser:                   ## Chromium for the tests of pages (Debian, Ubuntu)
+	command -v chromium > /dev/null || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends chromium; }
 
 # The tests run daemons of their own. Where there is systemd, munge's package also starts its service.
 launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open MPI (Debian, Ubuntu) and Kubernetes' schemas
@@ -27,6 +35,14 @@ launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open M
 	  munge openmpi-bin slurm-client slurmctld slurmd; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[launchers]'
 	$(BIN)/python -m pytest tests/launchers
+
+OLDER_TITAN := out/neighbours/torchtitan-0.2.2
+
+neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte) and an older version beside it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]'
+	test -d $(OLDER_TITAN) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(OLDER_TITAN) torchtitan==0.2.2 'tomli>=2,<3'
+	$(BIN)/python -m pytest tests/interop
 
 lint: $(INSTALLED)         ## style, types, and which package may import which
 	$(BIN)/ruff check .

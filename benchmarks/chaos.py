@@ -48,7 +48,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.errors import RunError
 from runtime.launch import RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.processes.fork_server import ForkServer
 from runtime.tools.reference import ReferenceResult, reference_run
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.events import Event, Failed, Noted
-from runtime.model.parameters import load_parameters
+from runtime.model.checkpoints.parameters import load_parameters
 from runtime.tools.reference import ReferenceResult
 from schedules.schedule import Worker
 

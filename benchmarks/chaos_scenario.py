@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.jobs import uniform_job
-from cli.shared.failure_schedules import job_at
+from planner.failures import job_at
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.normalise import normal_form
@@ -22,7 +22,7 @@ from runtime.coordinator import slow_detector, slow_workers
 from runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speeds
 from runtime.coordinator.settling import Settling
 from runtime.launch import Resilience
-from runtime.model.checkpoint import Checkpoint
+from runtime.model.checkpoints.checkpoint import Checkpoint
 from runtime.processes.process_manager import NodeFailure, Return
 from runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
 from schedules.schedule import Schedule, Worker

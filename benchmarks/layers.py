@@ -38,7 +38,7 @@ from planner.layout.bounds import period_bound, work_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
 from planner.layout.types import Layout
-from planner.model.for_layout import layout_problem
+from planner.model.from_job import layout_problem
 from planner.model.problem import NoPlanError
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions

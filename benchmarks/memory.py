@@ -29,10 +29,10 @@ from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
 from runtime.config import RunConfig, parse_run_config
 from runtime.device import choose_device
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for, parameter_dtype, split_layers
-from runtime.model.slices import SliceRunner, TensorForm, forms
+from runtime.model.computing.slices import SliceRunner, TensorForm, forms
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from runtime.model.state.holding import build_holding
 from runtime.tools.profile import profile
 
 STAGES = 2

@@ -33,8 +33,8 @@ from planner.job.file import parse_job
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunOptions, run
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.layers import model_for, parameter_dtype, split_layers
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
 from runtime.processes.fork_server import ForkServer
 from schedules.schedule import OpKind, Schedule
 from schedules.torchcsv import write_order

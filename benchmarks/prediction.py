@@ -27,7 +27,7 @@ from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
-from runtime.model.layers import split_layers
+from runtime.model.layers.layered_model import split_layers
 from runtime.tools.profile import Profile, profile
 
 LIMIT = 0.10

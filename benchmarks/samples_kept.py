@@ -35,7 +35,7 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Schedule, Worker

@@ -22,8 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from cli.shared.failure_schedules import scheduler
-from cli.shared.rebalancing import Rebalancing
+from planner.failures import FailurePlanner
 from planner.job.file import Job, parse_job
 from planner.options import PlanOptions
 from planner.plan import plan_only
@@ -94,9 +93,9 @@ def measure(options: argparse.Namespace, job: Job, fork_server: ForkServer, out:
     run(first, config, out=out, fork_server=fork_server, progress=watch.progress,
         options=RunOptions(observe=watch.observe, notify=lambda news: print(news, file=sys.stderr)),
         resilience=Resilience(
-            scheduler=scheduler(job, first, None), injections=(Injection(lost, HEALTHY, 3),),
+            scheduler=FailurePlanner(job, first).after, injections=(Injection(lost, HEALTHY, 3),),
             fetch_bytes_per_second=options.megabytes_per_second * 1e6, heartbeat_timeout_seconds=30.0,
-            rebalancer=Rebalancing(job, first), settling=Settling()))
+            rebalancer=FailurePlanner(job, first), settling=Settling()))
     return report(watch, first.seconds(first.period_ticks))
 
 

@@ -38,12 +38,12 @@ from benchmarks.jobs import uniform_job
 from planner.plan import plan_job
 from runtime.config import RunConfig, TrainingConfig, parse_run_config
 from runtime.launch import run
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.holding import Holding
-from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import elements_of
-from runtime.model.parts import Cut, cut
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for, parameter_dtype
+from runtime.model.state.holding import Holding
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import elements_of
+from runtime.model.state.parts import Cut, cut
 from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store

@@ -1,14 +1,16 @@
 """How fast failure traces are simulated, and schedules replayed under noise.
 
-    python -m benchmarks.simulate [--study large seeds replays] [--days 30] [--seeds 1000] [--json FILE]
+    python -m benchmarks.simulate [--study large largest seeds replays] [--days 30] [--seeds 1000] [--json FILE]
 
-Three studies, each with all policies and everything planned on the spot: a 16,384-GPU job at Llama 3's failure rate for
+Four studies, each with all policies and everything planned on the spot: a 16,384-GPU job at Llama 3's failure rate for
 30 days, once with a GPU a worker (1,024 pipelines x 16 stages) and once with tensor-parallel groups of 8 (128 x 16);
+131,072 GPUs for 90 days (1,024 x 16 groups of 8); peak memory is that of the process so far;
 1,000 days of a 24-GPU job with a failure an hour, each with its own seed; 10,000 replays of a schedule under noise.
 """
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from rich.table import Table
 from benchmarks.jobs import uniform_job
 from cli.fleet.availability_trace import group_gpus
 from cli.fleet.costs import costs_for
+from cli.fleet.failure_models import FAILURE_MODELS, single
 from cli.fleet.policies import POLICIES
 from cli.fleet.simulation import compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace
+from cli.fleet.synthetic_trace import draw_trace
 from cli.fleet.throughput import Throughputs
 from planner.job.file import Job
 from planner.plan import plan_job
@@ -29,28 +32,29 @@ from schedules.schedule import Worker
 from schedules.timing import Noise, replay
 
 ALL = list(POLICIES.values())
-STUDIES = ("large", "seeds", "replays")
+STUDIES = ("large", "largest", "seeds", "replays")
 
 
 def job(pipelines: int, stages: int, microbatches: int) -> Job:
     return uniform_job(pipelines, stages, microbatches, op=0.1, optimizer=0.1, transfer=0)
 
 
-def large(gpus_per_worker: int, days: float) -> dict[str, object]:
-    pipelines = 16_384 // gpus_per_worker // 16
+def large(gpus: int, gpus_per_worker: int, days: float) -> dict[str, object]:
+    pipelines = gpus // gpus_per_worker // 16
     began, used = time.perf_counter(), time.process_time()
-    trace = group_gpus(draw_trace(PRESETS["llama-3"], 16_384, days), gpus_per_worker)
+    trace = group_gpus(draw_trace(FAILURE_MODELS["llama-3"], gpus, days), gpus_per_worker)
     drawn = time.perf_counter() - began
     result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
     return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,
             "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
+            "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "throughput over fault-free": {name: run.throughput / result.best_rate
                                            for name, run in result.runs.items()}}
 
 
 def many(seeds: int) -> dict[str, object]:
     began, used = time.perf_counter(), time.process_time()
-    traces = [draw_trace(FailureRates(machine_mtbf_hours=24, repair_hours=2), 24, 1, seed) for seed in range(seeds)]
+    traces = [draw_trace(single(24), 24, 1, seed) for seed in range(seeds)]
     drawn = time.perf_counter() - began
     throughputs = Throughputs(job(6, 4, 12))
     with Progress(console=Console(stderr=True)) as bar:
@@ -82,7 +86,9 @@ def main() -> None:
     options = parser.parse_args()
     studies = []
     if "large" in options.study:
-        studies += [large(8, options.days), large(1, options.days)]
+        studies += [large(16_384, 8, options.days), large(16_384, 1, options.days)]
+    if "largest" in options.study:
+        studies.append(large(131_072, 8, 3 * options.days))
     if "seeds" in options.study:
         studies.append(many(options.seeds))
     if "replays" in options.study:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
+from planner.failures import FailurePlanner
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.slow_workers import SpeedEvent
@@ -67,8 +67,8 @@ def train(schedule: Schedule, options: argparse.Namespace, unit: float, slow: Wo
     with tempfile.TemporaryDirectory() as folder, sleeping(unit, unit, unit, 3 * unit):
         result = run(schedule, config, out=Path(folder), iterations=options.iterations,
                      options=RunOptions(traced=0, notify=lambda news: print(news, file=sys.stderr)),
-                     resilience=Resilience(scheduler=scheduler(job, schedule, None), slowdowns=slowdowns,
-                                           at_speeds=scheduler_at_speeds(job, schedule, None)),
+                     resilience=Resilience(scheduler=FailurePlanner(job, schedule).after, slowdowns=slowdowns,
+                                           at_speeds=FailurePlanner(job, schedule).at_speeds),
                      progress=lambda *_: ends.append(time.perf_counter()))
     return result, ends
 

@@ -14,9 +14,9 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime.config import RunConfig, parse_run_config
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.slices import Microbatch, SliceRunner, TensorForm, forms
+from runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, forms
+from runtime.model.layers.layered_model import model_for, parameter_dtype
+from runtime.model.state.holding import build_holding
 from runtime.tools.stage_bench import timed
 
 

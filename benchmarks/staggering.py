@@ -27,9 +27,9 @@ from benchmarks.jobs import uniform_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
-from runtime.model.gpt import GPT
-from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.slices import SliceRunner
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.layers.gpt import GPT
+from runtime.model.state.optimizer import UndoableOptimizer
 from schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"

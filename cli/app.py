@@ -29,6 +29,7 @@ COMMANDS = {
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process per live worker, replaying a schedule.",
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
+    "benchmark": "Simulate all policies, and systems of others, on a versioned set of jobs and failures.",
     "reproduce": "Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.",
     "jitter": "Replay a schedule thousands of times with noise in its op times, or with a straggler.",
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",

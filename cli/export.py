@@ -21,9 +21,11 @@ from planner.job.megatron import layout_text
 from schedules.check import check
 from schedules.schedule import Schedule
 from schedules.torchcsv import TorchCsvError, write_order
-from schedules.torchtitan import torchtitan_flags
+from schedules.torchtitan import HEADS, NEWEST, torchtitan_flags
 
 FORMATS = ("torch-csv", "torchtitan", "megatron", "hugging-face")
+CONFIGS = {"0.2.2": "--job.config_file CONFIG"}
+"""How torchtitan is told what to train, where that is not by the names of a module and of its configuration."""
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
@@ -40,13 +42,16 @@ Communication = Annotated[bool, typer.Option("--communication", help=(
 DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
     "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
     "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
+TitanVersion = Annotated[str, typer.Option(
+    "--titan-version", metavar="VERSION", autocompletion=completing(*HEADS),
+    help=f"torchtitan: the version that the flags are for: {', '.join(HEADS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
     "torch-csv: write to this file, not to stdout."))]
 
 
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
-           communication: Communication = False, decoder_layers: DecoderLayers = None, out_file: OutFile = None,
-           json: Json = False) -> None:
+           communication: Communication = False, decoder_layers: DecoderLayers = None,
+           titan_version: TitanVersion = NEWEST, out_file: OutFile = None, json: Json = False) -> None:
     """Write a schedule, a job's layers, or the model of a checkpoint in the format of another library.
 
     Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
@@ -55,6 +60,8 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     _require_for(to, ("torch-csv",), ("--communication", communication), ("--out", out_file))
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
+    _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
+    require_choice("--titan-version", titan_version, tuple(HEADS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
         refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
@@ -63,7 +70,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     elif to == "megatron":
         _to_megatron(file, decoder_layers, json)
     elif to == "torchtitan":
-        _to_torchtitan(file, folder, pipeline, decoder_layers, json)
+        _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, json)
     else:
         _to_torch_csv(file, pipeline, communication, out_file, json)
 
@@ -110,12 +117,13 @@ def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path
         typer.echo(text, nl=False)
 
 
-def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, json: bool) -> None:
+def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, version: str,
+                   json: bool) -> None:
     folder = _require_new(folder, "torchtitan", "PLAN")
     schedule = _read_valid(file, pipeline)
     try:
         flags = torchtitan_flags(schedule, str(folder.resolve() / "schedule.csv"), pipeline=pipeline,
-                                 decoder_layers=decoder_layers)
+                                 decoder_layers=decoder_layers, version=version)
         order = write_order(schedule, pipeline)
     except TorchCsvError as error:
         answer_no(f"{file}: {error}")
@@ -133,7 +141,7 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
         return
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
-              "-m torchtitan.train --job.config_file CONFIG", soft_wrap=True)
+              f"-m torchtitan.train {CONFIGS.get(version, '--module MODEL --config CONFIG')}", soft_wrap=True)
 
 
 def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
@@ -163,11 +171,11 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     with importing():
         from cli.shared.train_inputs import checkpoint_or_refuse
         from runtime.config import ConfigError
-        from runtime.model.checkpoint import CheckpointError
+        from runtime.model.checkpoints.checkpoint import CheckpointError
     checkpoint = checkpoint_or_refuse(source)
     try:
         with importing():
-            from runtime.model.hugging_face.export import export_checkpoint
+            from runtime.model.checkpoints.hugging_face_export import export_checkpoint
         export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
         refuse(f"--to hugging-face needs the package {error.name}: pip install 'slipstream-train[hf]'")

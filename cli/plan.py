@@ -1,6 +1,5 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
@@ -30,10 +29,13 @@ from cli.shared.options import (
     MethodName,
     Optimizer,
     OutFile,
+    Params,
     Seed,
+    Steps,
     TimeLimit,
+    Verbose,
 )
-from cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines
+from cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
 from cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
 from planner.alternatives import Alternative, alternatives
 from planner.degraded import SLOWER, STANDS_FOR, with_degraded
@@ -77,14 +79,13 @@ ALONE = 0.2
 def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, degraded: Degraded = None,
          backward: Backward = None,
          optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0,
-         normalise: Normalise = False, layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False,
-         bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None, out_file: OutFile = None,
-         json: Json = False) -> None:
+         steps: Steps = None, params: Params = None, normalise: Normalise = False, layers: LayersMode = "fixed",
+         from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None,
+         out_file: OutFile = None, verbose: Verbose = False, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
-    began = time.monotonic()
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
     down = failed_workers(wanted, failed, failed_node)
@@ -97,18 +98,20 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
-        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed,
-                               layers=layers, from_checkpoint=from_checkpoint)
+        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
+                               steps=steps, params=params, seed=seed, layers=layers, from_checkpoint=from_checkpoint)
         again = chosen_recomputation(job, wanted, options)
         if again is not None:
-            wanted, time_limit = again.job, (1 - SHARE) * time_limit
+            wanted, options = again.job, options.within((1 - SHARE) * options.seconds)
         if degraded:
             wanted = _degraded(wanted, degraded, down, normalise=normalise)
-        comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
-        made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
+        comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
+        clock = options.clock()
+        began = clock.now()
+        made = make_plan(wanted, down, options.within(options.seconds - comparing), normalise=normalise, clock=clock)
         if comparing:
             others = list(alternatives(wanted, down, made, options, normalise=normalise,
-                                       seconds=min(comparing, time_limit - (time.monotonic() - began))))
+                                       seconds=min(comparing, options.seconds - (clock.now() - began)), clock=clock))
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
@@ -117,7 +120,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
     first = answer(made, others, chosen)
     rest = [*rank_lines(wanted), *recomputation_lines(again),
-            *details(made, others, transition(made.schedule, wanted, bandwidth))]
+            *details(made, others, transition(made.schedule, wanted, bandwidth)),
+            *(tally_lines(made) if verbose else [])]
     out.print("\n".join(first))
     out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
     out.print("\n".join(rest))

@@ -47,8 +47,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         import torch
 
         from runtime.config import ConfigError, parse_run_config
-        from runtime.model.layers import model_for, parameter_dtype, split_layers
-        from runtime.model.worker_group import standing_in
+        from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+        from runtime.model.layers.worker_group import standing_in
         from runtime.processes.fork_server import ForkServer
         from runtime.tools.profile import ProfileError
         from runtime.tools.profile import profile as measure

@@ -14,26 +14,27 @@ from rich.table import Table as Grid
 
 from cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
 from cli.fleet import (
+    FAILURE_MODELS,
     POLICIES,
-    PRESETS,
+    SLOW_MODELS,
     AvailabilityTrace,
     Cause,
     Comparison,
     Costs,
-    FailureRates,
+    FailureModel,
     Floats,
     Policy,
     Throughputs,
     TraceFileError,
     compare,
     costs_for,
-    draw_slow_workers,
+    draw_slow,
     draw_trace,
     fail_together,
     fit_to_job,
     group_gpus,
-    published_fail_slow,
     read_availability_trace,
+    single,
     throughputs_over_traces,
 )
 from cli.shared.console import answer_no, err, near, out, print_json, refuse
@@ -62,7 +63,7 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", rich_help_panel=ANSWER,
 TableFolder = Annotated[Path | None, typer.Option("--table", rich_help_panel=FOLLOWED, metavar="DIR", help=(
     "A table of schedules to take this planner's periods from; what is not in it is planned on the spot."))]
 Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
-    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}. Default: {DEFAULT_PRESET}."))]
+    f"Failure rates to draw from where there is no trace: {', '.join(FAILURE_MODELS)}. Default: {DEFAULT_PRESET}."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,
                                             metavar="HOURS", min=1e-3, max=1e9, help=(
     "Mean time between failures of one worker, in place of the preset's. Where the job has [topology], each takes its "
@@ -80,7 +81,7 @@ Gpus = Annotated[int | None, typer.Option("--gpus-per-worker", rich_help_panel=F
     "single GPUs; a worker that has lost some goes on slower or is down, by policy. Where the job has [topology], all "
     "workers of its node are down."))]
 FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
-    "Draw slow workers, too, at a published rate: a job that waits for the slowest takes 1.34 times as long."))]
+    "Draw slow workers and slow links, too, at published rates: a job that waits for them takes 1.34 times as long."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
                                             metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
@@ -138,7 +139,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
-        write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table),
+        write_or_refuse(target, page(result, job=wanted.name, shape=_grid(wanted), notes=_notes(costs, samples, table),
                                      tokens=tokens or _tokens(wanted)))
     if json:
         print_json(_report(result, tokens or _tokens(wanted)))
@@ -186,12 +187,12 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
 
     def draw(seed: int) -> AvailabilityTrace:
         try:
-            drawn = draw_trace(failures, workers * gpus, days, seed, name=preset if mtbf is None else "--mtbf")
+            drawn = draw_trace(failures, workers * gpus, days, seed)
             if nodes:
                 drawn = fail_together(drawn, [tuple(worker * gpus + gpu for worker in node for gpu in range(gpus))
                                               for node in nodes])
             drawn = group_gpus(drawn, gpus) if gpus > 1 else drawn
-            return draw_slow_workers(drawn, published_fail_slow(workers), seed) if fail_slow else drawn
+            return draw_slow(drawn, SLOW_MODELS["greyhound"], seed) if fail_slow else drawn
         except ValueError as error:
             refuse(error)
 
@@ -210,13 +211,13 @@ def _read(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
         refuse(error)
 
 
-def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureRates:
-    if preset not in PRESETS:
-        refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}{near(preset, PRESETS)}")
+def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
+    if preset not in FAILURE_MODELS:
+        refuse(f"--preset {preset}: expected one of {', '.join(FAILURE_MODELS)}{near(preset, FAILURE_MODELS)}")
     if mtbf is None:
-        return PRESETS[preset]
-    return FailureRates(machine_mtbf_hours=mtbf * gpus, source=(
-        f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times assumed"))
+        return FAILURE_MODELS[preset]
+    return single(mtbf * gpus, (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times "
+                                "assumed"), name="--mtbf")
 
 
 def _batch(job: Job) -> float:

@@ -8,6 +8,10 @@ def main() -> None:
 
         try:
             app(prog_name="slipstream")
+        except SystemExit as ended:
+            _flush()
+            _leave_plans(ended.code)
+            raise
         finally:
             _flush()
     except KeyboardInterrupt:
@@ -36,6 +40,17 @@ def _flush() -> None:
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
+
+
+def _leave_plans(code: object) -> None:
+    """Where a run has ended while threads plan for it, end here: at exit Python would wait for theirs for minutes."""
+    import os
+    import sys
+    import threading
+
+    if any(thread.name == "planning" for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _drop_output() -> None:

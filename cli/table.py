@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from cli.shared.options import ANSWER, PLANNED, SEARCH, Backward, JobFile, Json, MethodName, Optimizer, Seed
+from cli.shared.options import ANSWER, PLANNED, SEARCH, Backward, JobFile, Json, MethodName, Optimizer, Seed, Steps
 from cli.shared.planning import chosen_recomputation, compile_planner, plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
@@ -36,14 +36,15 @@ OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metava
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
           jobs: Jobs = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
+          time_limit: TimeLimit = 5.0, steps: Steps = None, seed: Seed = 0, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     One runs at once: failures are spread over stages by role moves, and layers stay where they are. The other is the
     settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
-    options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
+    options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
+                           steps=steps, seed=seed)
     try:
         text = read_job_text(job)  # once: what is planned is what is kept beside the table, even of a pipe
         read = parse_job(text, str(job))

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from cli.shared.console import answer_no, err, out, print_json, refuse
 from cli.shared.degraded_workers import may_degrade, with_less_room
 from cli.shared.device_peak import peak_flops
-from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import (
     done_without_this_node,
     how_to_resume,
@@ -32,7 +31,6 @@ from cli.shared.launch_options import given_secret_or_refuse, launched_as, with_
 from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
-from cli.shared.rebalancing import Rebalancing
 from cli.shared.rehearsals import read_rehearsals
 from cli.shared.run_progress import shown
 from cli.shared.train_answer import report, summary
@@ -42,6 +40,7 @@ from cli.shared.train_options import (
     CheckpointEvery,
     CoordinatorTimeout,
     Dtype,
+    FaultsPerHour,
     Force,
     Grace,
     HeartbeatTimeout,
@@ -63,6 +62,7 @@ from cli.shared.train_options import (
     Tensorboard,
     TrainingSeed,
 )
+from planner.failures import FailurePlanner
 from planner.job.file import Job
 from planner.options import LAYERS, PlanOptions
 from planner.recompute import chooses_recomputation
@@ -71,8 +71,9 @@ from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.coordinator.tensorboard import require_package
 from runtime.launch import Resilience, RunError, RunOptions, run
-from runtime.model.checkpoint import CheckpointError
+from runtime.model.checkpoints.checkpoint import CheckpointError
 from runtime.node_agent import NodeJob, join
+from runtime.processes.faults import FAULTS_PER_HOUR
 from runtime.processes.launchers import Launched, announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
@@ -93,7 +94,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
           nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
           ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
-          bring_back: BringBack = None, slow: Slow = None, heartbeat_timeout: HeartbeatTimeout = 5.0,
+          bring_back: BringBack = None, slow: Slow = None, faults_per_hour: FaultsPerHour = FAULTS_PER_HOUR,
+          heartbeat_timeout: HeartbeatTimeout = 5.0,
           join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
           coordinator_timeout: CoordinatorTimeout = COORDINATOR_TIMEOUT_SECONDS,
           stall_timeout: StallTimeout = STALL_TIMEOUT_SECONDS, grace: Grace = GRACE_SECONDS,
@@ -165,13 +167,15 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
         chosen, fault_free = _looked_up_or_planned(wanted, down, loaded, options)
     placed = with_machines(wanted, chosen, here)
+    planner = FailurePlanner(placed, chosen, loaded, progress=_say)
     resilience = Resilience(
-        scheduler=scheduler(placed, chosen, loaded), at_speeds=scheduler_at_speeds(placed, chosen, loaded),
+        scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
-        node_failures=rehearsals.node_failures, returns=rehearsals.returns, join_timeout_seconds=join_timeout,
+        node_failures=rehearsals.node_failures, returns=rehearsals.returns,
+        faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        rebalancer=Rebalancing(placed, chosen, loaded), with_degraded=with_less_room(placed, chosen, loaded),
+        with_degraded=with_less_room(placed, chosen, loaded),
         degradable=may_degrade(wanted, config, _say),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \

@@ -5,11 +5,14 @@
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
     degraded     workers that go on as half their processes
-    portfolio    the best of whole micro-batches, slices and moved layers
+    portfolio    what answers a failure: whole micro-batches, slices, moved layers
+    params       what steers a search
+    budget       what a search may use: seconds or counted steps, a seed
     repetition   many micro-batches as a plan of fewer, again and again
     reference    the fault-free period that plans are compared with
     normalise    chooses which roles stay vacant, for a number of failures
     transition   what a plan moves, how long that takes, when it pays
+    failures     what a run asks for when workers fail, slow down or come back
     alternatives what else could be done about failures
     report       the answer of `slipstream plan --json`
     claims       proves the bound that a file states
@@ -24,6 +27,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from planner.failures import FailurePlanner as FailurePlanner
     from planner.job.file import Job as Job
     from planner.job.file import JobError as JobError
     from planner.job.file import parse_job as parse_job
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",
-    "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
+    "FailurePlanner": "failures", "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
     "PlanOptions": "options", "normalised": "normalise",
     "Judged": "judge", "judge_order": "judge",
 }

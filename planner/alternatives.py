@@ -1,10 +1,10 @@
 """What else could be done about failures, beside a plan: with what throughput, and by which option."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from planner.budget import Clock
 from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError
 from planner.normalise import normal_form
@@ -38,8 +38,9 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
-                 seconds: float) -> Iterator[Alternative]:
-    """What could be done instead of a plan made by these options, as far as there is time to find out.
+                 seconds: float, clock: Clock | None = None) -> Iterator[Alternative]:
+    """What could be done instead of a plan made by these options, as far as there is time by the clock to find
+    out.
 
     With nobody down: only whether more memory would help.
     """
@@ -50,14 +51,15 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
         yield _without_replicas(job, failed, whole)
     if job.depth * sum(job.microbatches) * 3 > LARGEST or plan.interrupted:
         return
-    deadline = time.monotonic() + seconds
+    clock = clock or options.clock()
+    deadline = clock.now() + seconds
     best = plan.period  # each that moves more is at least as good as those that move less
-    quick = list(_quick_plans(job, failed, options, normalise=normalise))
+    quick = list(_quick_plans(job, failed, options, clock, normalise=normalise))
     memory_limits = True
     for number, (what, option, attempt) in enumerate(quick):
         if what == COMPUTED_AGAIN and not memory_limits:
             continue
-        left = max(0.01, (deadline - time.monotonic()) / (len(quick) - number))
+        left = max(0.01, (deadline - clock.now()) / (len(quick) - number))
         try:
             schedule = attempt(left)
         except (NoPlanError, JobError):
@@ -72,13 +74,13 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
             yield Alternative(what=what, option=option, period=period, throughput=whole / period)
 
 
-def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, *, normalise: bool
-                 ) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
+def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock, *,
+                 normalise: bool) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
     """What it is, its option, and a plan of it by list schedules in so many seconds."""
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
     def plan(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
-        return lambda left: plan_only(options.within(left), job, failed).schedule
+        return lambda left: plan_only(options.within(left), job, failed, clock).schedule
 
     if failed:
         usual = msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None)
@@ -89,17 +91,17 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, *, no
         yield MORE_MEMORY, None, plan(more, quick)
         if job.memory.recomputed and job.training.get("recompute", "none") == "none":
             yield COMPUTED_AGAIN, 'training.recompute = "auto"', lambda left: _computed_again(
-                job, failed, quick.within(left))
+                job, failed, quick.within(left), clock)
     if failed and options.layers == "fixed":
         if not normalise:
-            yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left))
+            yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left), clock)
         yield "layers moved", "--layers move", plan(job, msgspec.structs.replace(quick, layers="move"))
 
 
-def _computed_again(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Schedule | None:
+def _computed_again(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
     """None where nothing would be computed again."""
-    chosen = choose_recomputation(job, options)
-    return plan_only(options, chosen.job, failed).schedule if chosen.stages else None
+    chosen = choose_recomputation(job, options, clock)
+    return plan_only(options, chosen.job, failed, clock).schedule if chosen.stages else None
 
 
 def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
@@ -111,5 +113,5 @@ def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alter
                        period=whole, throughput=batch, batch=batch)
 
 
-def _moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Schedule | None:
-    return relabel(normal_form(job, len(set(failed)), options).schedule, failed)
+def _moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions, clock: Clock) -> Schedule | None:
+    return relabel(normal_form(job, len(set(failed)), options, clock=clock).schedule, failed)

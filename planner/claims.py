@@ -3,7 +3,7 @@
 import math
 
 from planner.model.bounds import lower_bound
-from planner.model.problem import Problem
+from planner.model.holdings import held_problem, in_place
 from planner.report import shared_ticks
 from schedules.schedule import Schedule
 
@@ -20,9 +20,9 @@ def proven_bound(schedule: Schedule) -> int:
         return min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
     grid = schedule.grid
     failed = frozenset(set(grid.workers()) - {seat.role for seat in schedule.seats})
-    return lower_bound(Problem(
+    return lower_bound(held_problem(
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid, times=schedule.times, memory=schedule.memory,
-        failed=failed, backward=schedule.backward, optimizer=schedule.optimizer,
+        holds=in_place(grid, tuple(failed)), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=bool(failed or schedule.times.slow or len(set(grid.microbatches)) > 1),
         # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.
         parts=(0,) * len(grid.stages) if schedule.slices else ()))

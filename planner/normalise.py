@@ -22,6 +22,7 @@ from itertools import islice
 
 import msgspec
 
+from planner.budget import Clock
 from planner.job.file import Job
 from planner.model.bounds import lower_bound
 from planner.model.from_job import build_problem
@@ -173,57 +174,59 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[P
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                progress: ProgressCallback = quiet) -> Planned:
+                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Planned:
     """The best plan for a number of failures, whose roles may be chosen: a function of job, number and options.
 
     The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
-    those of the same job and options, kept from call to call. Raises NoPlanError when so many failures leave some stage
+    those of the same job and options, kept from call to call; `clock`: of a search that this is part of.
+    Raises NoPlanError when so many failures leave some stage
     without a live worker, however roles are assigned.
     """
+    clock = clock or options.clock()
     if failures == 0:
-        return plan_only(options, job, ())
+        return plan_only(options, job, (), clock)
     windows = windows or Windows(job, options)
     if not windows.distributions(failures):
         most = sum(windows.most(column) for column in range(job.stages))
         raise NoPlanError(f"{failures} failures leave some stage without a live worker, whoever plays which role: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
     ready(progress)
-    deadline = time.monotonic() + options.time_limit
-    best = _best_candidate(job, windows, failures, options, progress)
-    left = deadline - time.monotonic()
+    deadline = clock.now() + options.seconds
+    best = _best_candidate(job, windows, failures, options, progress, clock)
+    left = deadline - clock.now()
     if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
         return best
-    final = plan_only(options.within(left), job, best.schedule.failed)
+    final = plan_only(options.within(left), job, best.schedule.failed, clock)
     better = final.period <= best.period
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
 def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
-                    progress: ProgressCallback) -> Planned:
+                    progress: ProgressCallback, clock: Clock) -> Planned:
     """The candidate with the shortest plan; the first of equals.
 
     All are planned in a share of the time, then the best few again in as much. Where that is more than the list
     schedulers need, the choice does not depend on the clock. Ends early at a plan that none can beat; on huge jobs,
     where a single plan takes longer than its share, with those that there was time for.
     """
-    over = time.monotonic() + 2 * SEARCH_SHARE * options.time_limit
+    over = clock.now() + 2 * SEARCH_SHARE * options.seconds
     floor = windows.seconds(windows.distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Planned] = {}
     shortest: Planned | None = None
     left = candidates(job, windows, failures)
     for keep in (FINALISTS, 0):
-        quick = options.comparing.within(options.time_limit * SEARCH_SHARE / len(left))
+        quick = options.comparing.within(options.seconds * SEARCH_SHARE / len(left))
         for vacant in left:
             try:
-                made = plan_only(quick, job, vacant)
+                made = plan_only(quick, job, vacant, clock)
             except TooLargeError:  # for a share of the time; the most promising one has all of it
-                return shortest or plan_only(options, job, vacant)
+                return shortest or plan_only(options, job, vacant, clock)
             if vacant not in best or made.period < best[vacant].period:
                 best[vacant] = made
             if shortest is None or made.period < shortest.period:
                 shortest = made
                 progress(_described(made.schedule))
-            if made.interrupted or shortest.period <= floor or time.monotonic() + made.seconds > over:
+            if made.interrupted or shortest.period <= floor or clock.now() + made.seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
             break
@@ -239,38 +242,39 @@ def _described(schedule: Schedule) -> str:
 
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
-               progress: ProgressCallback = quiet) -> Plan:
+               progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
     """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
 
     A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
     JobError for unknown workers, NoPlanError when no schedule can exist.
     """
     ready(progress)
-    began = time.monotonic()
-    roles = options.time_limit * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
-    best = plan_with(options.within(options.time_limit - roles), job, failed, known=known, progress=progress)
+    began, clock = time.monotonic(), clock or options.clock()
+    roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
+    best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)
     in_place = msgspec.structs.replace(options.within(roles), layers="fixed")
     with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
         if failed and not best.interrupted:
-            best = _with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress)
+            best = _with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress,
+                               clock=clock)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 
 def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
-                progress: ProgressCallback) -> Plan:
+                progress: ProgressCallback, clock: Clock) -> Plan:
     """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
     job = slow_while_alive(job, failed)
     windows = Windows(job, options)
     if _cannot_be_beaten(best, windows):
         return best
-    normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress)
+    normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
     schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
         if moving:  # its own bound is for these roles only
             schedule = _bounded_by(schedule, best.schedule)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
-        best = msgspec.structs.replace(best, schedule=schedule, evidence=None,
+        best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
 

@@ -5,11 +5,13 @@ from typing import Literal, get_args
 
 import msgspec
 
+from planner.budget import STEP_SECONDS, Clock, StepClock
 from planner.job.file import Job
 from planner.model.from_job import build_problem
 from planner.model.problem import Problem
+from planner.params import DEFAULTS, SearchParams
 from planner.search.baselines import BASELINES
-from planner.search.solve import Method
+from planner.search.engine import Method
 from schedules.layers import LayerRange
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -26,10 +28,14 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """None: staggered; synchronous for 1f1b."""
     method: Method = "cp-sat"
     time_limit: float = 10.0
-    """Seconds."""
+    """Seconds. How far a search gets in them depends on the machine and on what else runs there."""
+    steps: int | None = None
+    """Counted steps in place of seconds: then one seed gives one plan, on any machine (`planner.budget`)."""
     seed: int = 0
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
+    params: SearchParams = DEFAULTS
+    """What steers the search."""
     slices: bool = True
     """Whether a micro-batch may be cut within a stage."""
     from_checkpoint: bool = False
@@ -49,6 +55,16 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         """The same by a method that is fast enough to compare candidates."""
         return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
 
+    @property
+    def seconds(self) -> float:
+        """The limit by the clock: its own seconds, or those that the steps stand for."""
+        return self.time_limit if self.steps is None else self.steps * STEP_SECONDS
+
+    def clock(self) -> Clock:
+        """The clock of a plan: that of the machine, or one that counts steps."""
+        return Clock() if self.steps is None else StepClock()
+
     def within(self, seconds: float) -> "PlanOptions":
-        """The same with another time limit."""
-        return msgspec.structs.replace(self, time_limit=seconds)
+        """The same with another limit, in seconds of its clock."""
+        return msgspec.structs.replace(self, time_limit=seconds) if self.steps is None else \
+            msgspec.structs.replace(self, steps=max(0, round(seconds / STEP_SECONDS)))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from planner.budget import Budget, Clock, Tally
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
@@ -14,14 +15,13 @@ from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
-from planner.portfolio import best_answer
+from planner.portfolio import proposed
 from planner.progress import ProgressCallback, SearchProgress, quiet
-from planner.reference import FaultFree, reference_options
+from planner.reference import FaultFree, is_alike, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
-from planner.search.budget import Budget
 from planner.search.compiled import ready
-from planner.search.solve import Method, Solved, solve
+from planner.search.engine import Method, Solved, solve
 from schedules.check import check
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
     fixed_period: float | None = None
     """Seconds, of the best plan in which no layers change hands, where they do in this one."""
+    tally: Tally | None = None
+    """How often each technique was tried for this schedule, and how often it helped."""
 
     @property
     def period(self) -> float:
@@ -59,42 +61,55 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
-    """Plan one schedule within about `time_limit` seconds. The first plan of an installation is compiled for before.
+             steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
+    """Plan one schedule within about `time_limit` seconds, or within so many steps, in which one seed gives one plan.
+
+    The first plan of an installation is compiled for before.
 
     `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
     so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
     """
-    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
+    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, steps=steps,
+                          seed=seed)
     return plan_with(options, job, failed, progress=progress)
 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
-              progress: ProgressCallback = quiet) -> Plan:
-    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period."""
+              progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
+    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period.
+
+    `clock`: of a search that this plan is part of.
+    """
     require_known(failed, job)
     ready(progress)
-    began = time.monotonic()
+    began, clock = time.monotonic(), clock or options.clock()
     with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
-        speed = Speed(options.time_limit)
+        budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
+        speed = Speed(options.seconds, clock)
         told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
-        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE), progress=SearchProgress(
-            lambda line: progress(f"with no worker down, to compare with: {line}")))
-        fault_free = _fault_free(options, job, known, aside, speed) if failed else known
+        # Counted steps of the reference are its own, so that no plan depends on what is known of it.
+        other = options.clock()
+        aside = Budget(deadline=other.now() + FAULT_FREE_SHARE * options.seconds, clock=other, seed=options.seed,
+                       stop=stop, progress=SearchProgress(
+                           lambda line: progress(f"with no worker down, to compare with: {line}")))
+        other_speed = speed if options.steps is None else Speed(options.seconds, other)
+        itself = not failed and options.layers == "fixed"
+        fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
         found = _search(options, job, failed, told, speed)
         schedule = found.schedule
-        if failed:
-            # Where the search is over early, the rest of the time goes to the reference.
-            fault_free = _fault_free(options, job, fault_free, budget, speed)
-            fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
-        else:
+        alike = is_alike(schedule)
+        if itself and alike:
             fault_free = _reference(schedule, options).better(known)
+        else:
+            # Where the search is over early, the rest of the time goes to the reference.
+            rest = msgspec.structs.replace(aside.within(budget.seconds), progress=SearchProgress())
+            fault_free = _fault_free(options, job, fault_free, rest, other_speed)
+            if fault_free and alike:
+                fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
         evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=evidence, fault_free=fault_free,
-                fixed_period=found.fixed_period)
+                evidence=evidence, fault_free=fault_free, fixed_period=found.fixed_period, tally=budget.tally)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
@@ -123,7 +138,9 @@ class Planned(msgspec.Struct, frozen=True):
     interrupted: bool = False
     """Ctrl-C cut the search short."""
     seconds: float = 0.0
-    """Spent on it."""
+    """Spent on it, by the clock."""
+    tally: Tally | None = None
+    """As of `Plan`."""
 
     @property
     def period(self) -> float:
@@ -131,14 +148,18 @@ class Planned(msgspec.Struct, frozen=True):
         return self.schedule.seconds(self.schedule.period_ticks)
 
 
-def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Planned:
-    """One schedule, without a fault-free one to compare it with. Raises NoPlanError."""
+def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None) -> Planned:
+    """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of.
+
+    Raises NoPlanError.
+    """
     ready()
-    began = time.monotonic()
+    clock = clock or options.clock()
+    began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget, Speed(options.time_limit))
-        return Planned(found.schedule, stop.is_set(), time.monotonic() - began)
+        budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
+        found = _search(options, job, failed, budget, Speed(options.seconds, clock))
+        return Planned(found.schedule, stop.is_set(), clock.now() - began, budget.tally)
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -168,8 +189,8 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
-        within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=SearchProgress())
-        return _whole(in_place, in_place.problem(block, failed), within).schedule
+        within = msgspec.structs.replace(budget.within(seconds), progress=SearchProgress())
+        return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params))
 
     def ops_of(part: Job) -> int:
         given = problem if part is job else in_place.problem(part, failed)
@@ -189,19 +210,13 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
               budget: Budget) -> _Found:
     """The best schedule of whatever answers these failures."""
-    answer = best_answer(options, job, failed, problem, budget)
-    return _Found(_checked(answer.problem, answer.solved, options.method), answer.evidence, answer.fixed_period)
+    solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
+    return _Found(_checked(solved), solved.evidence, solved.fixed_period)
 
 
-def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:
-    """The best schedule of a problem within the budget."""
-    solved = solve(problem, options.method, budget)
-    return _Found(_checked(problem, solved, options.method), lambda: solved.evidence)
-
-
-def _checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
+def _checked(solved: Solved) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
-    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+    schedule = build_schedule(solved.problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=solved.ran,
                               deadlines=solved.deadlines)
     violations = check(schedule)
     if violations:

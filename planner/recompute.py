@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
+from planner.budget import Clock
 from planner.job.file import Job, JobError, LayerValues
 from planner.job.layers import added, layer_costs, layer_counts
 from planner.model.bounds import lower_bound
@@ -48,47 +49,49 @@ def chooses_recomputation(job: Job) -> bool:
     return job.training.get("recompute") == AUTO
 
 
-def choose_recomputation(job: Job, options: PlanOptions) -> Recomputation:
+def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = None) -> Recomputation:
     """The stages whose activations are computed again, for the shortest period.
 
+    `clock`: of a search that this is part of.
     Raises JobError where the job does not say what a micro-batch holds then, NoPlanError where no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
         raise JobError("training.recompute is 'auto', and memory.recomputed is missing, what a micro-batch holds then; "
                        "`slipstream profile` measures it")
-    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=(),
-                                    time_limit=SHARE * options.time_limit / (2 * job.depth + 1))
+    clock = clock or options.clock()
+    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=()).within(
+        SHARE * options.seconds / (2 * job.depth + 1))
     one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
                   memory=replace(job.memory, capacity_of=()))
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
     for stages in (tuple(range(count)) for count in range(job.depth + 1)):
-        best = _better(best, stages, periods, one, quick)
+        best = _better(best, stages, periods, one, quick, clock)
     for stage in range(job.depth):
-        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, one, quick)
+        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, one, quick, clock)
     period = periods[best]
     if period is None:
-        plan_only(quick.within(options.time_limit), job, ())  # says what does not fit
+        plan_only(quick.within(options.seconds), job, (), clock)  # says what does not fit
         raise NoPlanError("no schedule fits into memory, whatever is computed again")
     return Recomputation(job=recomputing(job, best), stages=best, period=period, without=periods[()])
 
 
 def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
-            options: PlanOptions) -> tuple[int, ...]:
+            options: PlanOptions, clock: Clock) -> tuple[int, ...]:
     """The better of two choices by their periods, which are kept; of equals the first."""
     if stages not in periods:
-        periods[stages] = _list_period(recomputing(job, stages), options, periods.get(best))
+        periods[stages] = _list_period(recomputing(job, stages), options, periods.get(best), clock)
     period, shortest = periods[stages], periods[best]
     return stages if period is not None and (shortest is None or period < shortest) else best
 
 
-def _list_period(job: Job, options: PlanOptions, shortest: float | None) -> float | None:
+def _list_period(job: Job, options: PlanOptions, shortest: float | None, clock: Clock) -> float | None:
     """Seconds, of a list schedule; None where none fits or is found in time, or can be shorter than the shortest."""
     try:
         problem = options.problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
             return None
-        return plan_only(options, job, ()).period
+        return plan_only(options, job, (), clock).period
     except (NoPlanError, TooLargeError):
         return None
 

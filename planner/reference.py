@@ -1,7 +1,7 @@
-"""The fault-free period, which plans with failures are compared with.
+"""The fault-free period, which plans with failures are compared with: that of whole stages in place, all workers alive.
 
-It is planned before anything else, and kept by callers from plan to plan (`reference_key`): a poor one makes failures
-look cheap.
+Plans of other kinds, in which layers have moved or micro-batches are cut, say nothing about it. It is planned before
+anything else, and kept by callers from plan to plan (`reference_key`): a poor one makes failures look cheap.
 """
 
 import hashlib
@@ -10,9 +10,11 @@ import msgspec
 
 from planner.job.file import Job
 from planner.options import PlanOptions
+from schedules.schedule import Schedule
 
-VERSION = 1
-"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one."""
+VERSION = 2
+"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one. Until
+version 1, periods of plans of other kinds were kept, too."""
 CLOSE = 1e-3
 """A fault-free plan that is this close to its bound is as good as the best."""
 
@@ -37,13 +39,18 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
 
     def at_most(self, period: float) -> "FaultFree":
-        """With a plan for fewer workers that has this period: they could all do as well."""
+        """With a plan of the same kind for fewer workers that has this period: they could all do as well."""
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
 def reference_options(options: PlanOptions) -> PlanOptions:
     """What plans are compared with: the job as it runs when nothing has failed, whatever may move or be cut then."""
     return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
+
+
+def is_alike(schedule: Schedule) -> bool:
+    """Whether a schedule is of the kind that `reference_options` asks for."""
+    return not schedule.slices and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:

@@ -10,13 +10,13 @@ that a processor works on it, so that a machine with much else to do refuses not
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 
+from planner.budget import Clock
 from planner.job.file import Job, JobError
 from planner.search.compiled import load
 from schedules.check import check
@@ -57,20 +57,21 @@ class Pace(NamedTuple):
 class Speed:
     """The pace of this machine, measured when it is first asked for, and how much processor time a plan has left."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock) -> None:
         self._pace: Pace | None = None
-        self._end = time.process_time() + seconds
+        self.clock = clock
+        self._end = clock.processor() + seconds
 
     @property
     def seconds(self) -> float:
         """Of a processor, until the time limit; negative after it."""
-        return self._end - time.process_time()
+        return self._end - self.clock.processor()
 
     def pace(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
         """By a part of this job, or of the first one that was asked about."""
         if self._pace is None:
             sample = sample_of(job, ops_of)
-            self._pace = measured(sample, ops_of(sample), plan_block)
+            self._pace = measured(sample, ops_of(sample), plan_block, self.clock)
         return self._pace
 
 
@@ -92,9 +93,9 @@ def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
     ops = ops_of(job)
     if ops <= (CERTAIN if grace else QUICK):
         return None
-    began = time.thread_time()
+    began = speed.clock.thread()
     pace = speed.pace(job, ops_of, plan_block)
-    left = seconds - (time.thread_time() - began)
+    left = seconds - (speed.clock.thread() - began)
     if pace.plan * ops * WHOLE_MARGIN < left:
         return None
     joining = pace.join * ops
@@ -132,14 +133,14 @@ def sample_of(job: Job, ops_of: OpsOf) -> Job:
     return sample if 2 * ops >= SAMPLE or blocks <= 2 else next(blocks_of(job, max(2, blocks * ops // SAMPLE)))
 
 
-def measured(sample: Job, ops: int, plan_block: PlanBlock) -> Pace:
+def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
     """The pace of this machine, by a part of the job, which is so many ops."""
     load()
-    began = time.thread_time()
+    began = clock.thread()
     schedule = plan_block(sample, 0.0)
-    planned = time.thread_time()
+    planned = clock.thread()
     joined_blocks(sample, [schedule], 0)
-    return Pace((planned - began) / ops, (time.thread_time() - planned) / ops)
+    return Pace((planned - began) / ops, (clock.thread() - planned) / ops)
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:

@@ -24,3 +24,7 @@ import os
 # torch prints some 30 lines of C++ frames wherever a connection of its store ends, and one for each peer whose name no
 # name server knows. What matters of it is raised, and told in one line. To be set before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# Where schedules change, so do the sizes that are asked for: memory that cannot grow would be left in pieces.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -2,14 +2,14 @@
 
 from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from runtime.launch import RunError, RunOptions, RunResult, run
-from runtime.model.calling import add_to_loss
-from runtime.model.data import Data, Microbatch
-from runtime.model.layers import LayeredModel
+from runtime.model.data.data import Data, Microbatch
+from runtime.model.layers.calling import add_to_loss
+from runtime.model.layers.layered_model import LayeredModel
+from runtime.model.layers.shards import Shard, cut_parameters
+from runtime.model.layers.split import weight_work
+from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
+from runtime.model.layers.worker_group import WorkerGroup, worker_group
 from runtime.model.seeds import derive_seed, seeded
-from runtime.model.shards import Shard, cut_parameters
-from runtime.model.split import weight_work
-from runtime.model.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
-from runtime.model.worker_group import WorkerGroup, worker_group
 from runtime.tools.reference import ReferenceResult, reference_run
 
 __all__ = [

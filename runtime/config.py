@@ -52,7 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The job file's `[model]` table."""
 
     name: Text = "gpt"
-    """"gpt", or `module:function` for a model of the user's own (`runtime.model.layers.Factory`)."""
+    """"gpt", or `module:function` for a model of the user's own (`runtime.model.layers.layered_model.Factory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
     """Transformer blocks, each one layer of the model."""
     width: Count = 128
@@ -108,7 +108,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch: Count = 4
     """Sequences in a micro-batch."""
     optimizer: Text = "adamw"
-    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own (`runtime.model.optimizer`)."""
+    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own
+    (`runtime.model.state.optimizer`)."""
     learning_rate: Positive = 1e-3
     """Step size; where there is a schedule, the highest."""
     learning_rate_schedule: LearningRateSchedule = "constant"
@@ -173,7 +174,13 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
-    `runtime.model.data.Data`."""
+    `runtime.model.data.data.Data`."""
+    deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 3000
+    """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
+    shorter. 0: each sample keeps its name."""
+    loss_weights: Literal["microbatches", "tokens"] = "microbatches"
+    """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
+    data then tell."""
     recompute: Recompute = "none"
     """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
     of layers' numbers. It takes less memory, and another forward. "auto": those of the stages for which the planner

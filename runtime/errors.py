@@ -5,6 +5,13 @@ class RunError(RuntimeError):
     """A run that ended before its last iteration. The message is one line."""
 
 
+class CoordinatorFailedError(RuntimeError):
+    """An error in the coordinator that nothing was done about: its workers live, and another one can go on with them.
+
+    The message is one line, and the error its cause.
+    """
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; torch adds its stack to it."""
     return (str(error).splitlines() or ["no reason given"])[0]

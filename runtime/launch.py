@@ -8,11 +8,12 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -24,15 +25,15 @@ from runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from runtime.coordinator.metrics import record_metrics
 from runtime.coordinator.run import Run
 from runtime.device import gpu_count
+from runtime.errors import CoordinatorFailedError, first_line
 from runtime.errors import RunError as RunError
-from runtime.errors import first_line
 from runtime.events import LOSSES, Started
-from runtime.model.checkpoint import identity_of, open_checkpoint
-from runtime.model.clipping import watches_gradients
-from runtime.model.layer_sizes import state_bytes
-from runtime.model.parameters import load_layer
+from runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
+from runtime.model.checkpoints.parameters import load_layer
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.layer_sizes import state_bytes
 from runtime.model.tensor_codec import TensorError
-from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
+from runtime.processes.fork_server import ForkServer, adopt
 from runtime.processes.found_workers import FoundWorker, find_workers
 from runtime.processes.process_manager import NodeProcesses, ProcessManager
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
@@ -61,6 +62,8 @@ from schedules.schedule import Schedule, Worker
 LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
 """How long, and how often, it is tried to listen where workers look for a coordinator: while nobody listens there, the
 system may give that port to one that connects, if only for a moment."""
+RESTARTS, RESTARTS_SECONDS, FIRST_PAUSE_SECONDS = 5, 3600.0, 0.1
+"""How often within so long a coordinator that fails is started again, each time after twice the pause."""
 HUGGING_FACE = "hugging-face"
 """The folder of a run for its model as transformers reads it, where it is one of transformers."""
 
@@ -96,15 +99,52 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
         launch = _Launch(schedule, config, fit, out, options, resilience, progress, stop)
-        behind = left_behind(out)
-        if behind is not None:
+        behind, held, failures = left_behind(out), _Held(fork_server, stack), list[float]()
+        while True:
             try:
-                return launch.lead(fork_server, behind)
+                return launch.lead(held, behind)
             except NobodyLeftError as error:
                 forget_left_behind(out)
                 anew = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
-        return launch.lead(fork_server)
+                behind, held = None, _Held(fork_server, stack)
+            except CoordinatorFailedError as error:
+                now = time.monotonic()
+                failures = [*(at for at in failures if at > now - RESTARTS_SECONDS), now]
+                behind = left_behind(out)
+                if behind is None or held.server is None or len(failures) > RESTARTS or stop.received is not None \
+                        or not resilience.coordinator_timeout_seconds:
+                    held.end(out)
+                    assert error.__cause__ is not None
+                    raise error.__cause__ from None
+                options.notify(f"node 0 failed, and is started again; its workers live: {error}")
+                time.sleep(FIRST_PAUSE_SECONDS * 2 ** (len(failures) - 1))
+
+
+class _Held:
+    """The fork server of this node: the workers here outlive a coordinator that fails."""
+
+    def __init__(self, given: ForkServer | None, stack: ExitStack) -> None:
+        self._given = given
+        self._stack = stack
+        self.server: ForkServer | None = None
+        """Once there are workers."""
+        self.adopted = False
+        """Whether it may have workers of another coordinator."""
+
+    def take(self, found: ForkServer | None) -> ForkServer:
+        """That which is found, or given, or a new one."""
+        if self.server is None:
+            self.server = found or self._given or self._stack.enter_context(ForkServer())
+        self.adopted = True
+        return self.server
+
+    def end(self, out: Path) -> None:
+        """Nobody goes on."""
+        if self.server is not None:
+            self.server.kill_all()
+        forget_left_behind(out)
+        clean_up(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +160,22 @@ class _Launch:
     progress: Progress | None
     stop: StopSignals
 
-    def lead(self, fork_server: ForkServer | None, behind: LeftBehind | None = None) -> RunResult:
-        """See the run through; with what a node 0 has left that has died, go on with its workers.
+    def lead(self, held: _Held, behind: LeftBehind | None = None) -> RunResult:
+        """See the run through; with what a node 0 has left that has died, or failed here, go on with its workers.
 
-        Raises NobodyLeftError where none of them lives.
+        Raises NobodyLeftError where none of them lives, and CoordinatorFailedError.
         """
         config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
         first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
         with ExitStack() as stack:
-            adopted = self._adopt(stack, behind)
+            adopted = held.server if held.adopted else self._adopt(stack, behind)
             listener, opened = self._listen(behind)
             stack.callback(listener.close)
             if behind is None:
                 claim(out, resume, config, force=options.force, again=options.again)
                 codec.write(self.schedule, out / "schedule.json")
-            stack.callback(clean_up, out)
-            fork_server = adopted or fork_server or stack.enter_context(ForkServer())
+            stack.push(partial(_unless_failed, clean_up, out))
+            fork_server = held.take(adopted)
             store, store_address = host_store(Rendezvous(opened.host, 0))
             options.announce(opened)
             log = CommitLog(self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
@@ -143,9 +183,9 @@ class _Launch:
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard))
+                                                         options.tensorboard, options.notify))
             event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
-                                                     both(metrics.observe, options.observe)))
+                                                     both(metrics.observe, options.observe), options.notify))
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
@@ -155,10 +195,10 @@ class _Launch:
             alive = [worker for worker, one in found.items() if one.whole]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, options.notify)),
                 self._processes(fork_server, opened, settings, found if behind is not None else None), event_log)
             leave_behind(out, left)
-            stack.callback(forget_left_behind, out)
+            stack.push(partial(_unless_failed, forget_left_behind, out))
             try:
                 with events.processes.running(found=behind is not None):
                     asyncio.run(events.serve(listener, self.stop))
@@ -175,8 +215,8 @@ class _Launch:
 
     def _export(self) -> None:
         """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
-        from runtime.model.hugging_face.configuration import folder_of, read_config
-        from runtime.model.hugging_face.export import export
+        from runtime.model.checkpoints.hugging_face_export import export
+        from runtime.model.layers.hugging_face.configuration import folder_of, read_config
 
         model = self.config.model
         assert model.hugging_face is not None
@@ -186,13 +226,13 @@ class _Launch:
         except (ConfigError, TensorError, OSError) as error:
             self.options.notify(f"{self.out / HUGGING_FACE} cannot be written: {first_line(error)}")
 
-    def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> AdoptedForkServer | None:
+    def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> ForkServer | None:
         """The workers of this machine that live. Raises NobodyLeftError where no others may."""
         if behind is None:
             return None
         adopted = None if behind.fork_server is None else adopt(behind.fork_server)
         if adopted is not None:
-            stack.callback(adopted.close)
+            stack.push(partial(_unless_failed, adopted.close))
         elif self.options.nodes == 1:
             raise NobodyLeftError("the workers of the run that was led here before are gone")
         return adopted
@@ -212,7 +252,7 @@ class _Launch:
                 time.sleep(LISTEN_AGAIN_SECONDS)
         return listen(wanted)
 
-    def _settings(self, behind: LeftBehind | None, adopted: AdoptedForkServer | None) -> NodeSettings:
+    def _settings(self, behind: LeftBehind | None, adopted: ForkServer | None) -> NodeSettings:
         resume, given = self.resilience.resume, self.options.secret
         own = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
@@ -255,6 +295,7 @@ class _Launch:
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
                               self.resilience.node_failures, degradable=self._degradable(),
+                              faults_per_hour=self.resilience.faults_per_hour,
                               without={worker: one.without for worker, one in (found or {}).items()
                                        if one.without is not None})
 
@@ -263,6 +304,13 @@ class _Launch:
         able = self.resilience.degradable
         columns = range(self.schedule.grid.columns) if able is None else able
         return columns if self.config.training.degraded_ranks else ()
+
+
+def _unless_failed(work: Callable[..., object], *given: Any) -> None:
+    """For ExitStack.push, with what `work` is given before what that gives: another goes on with all of it."""
+    *arguments, kind, _, _ = given
+    if kind is None or not issubclass(kind, CoordinatorFailedError):
+        work(*arguments)
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
-from runtime.model.checkpoint import CheckpointError, open_checkpoint
+from runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
@@ -70,7 +70,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     """
     anew = True
     while anew:
-        channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
+        channel, setup = _join_node(rendezvous, job, node, join_timeout_seconds, notify)
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
@@ -145,18 +145,27 @@ def _own_checkpoint(folder: Path, iteration: int) -> Path:
     return path
 
 
-def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_seconds: float,
+def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
                notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
     """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
 
-    Raises RendezvousError.
+    A node 0 that was there, and is gone, is waited for as long as in a run. Raises RendezvousError.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     told = False
     while True:
-        channel: Channel[ToNodeAgent] = Channel(rendezvous, secret, JoinNode(node), to_node_agent.decode,
-                                                max(0.0, deadline - time.monotonic()), notify)
-        answer = channel.wait_for(NodeSetup, NodeTaken)
+        channel: Channel[ToNodeAgent] = Channel(
+            rendezvous, job.secret, JoinNode(node), to_node_agent.decode,
+            max(0.0, min(patience, deadline - time.monotonic())), notify)
+        patience = job.coordinator_timeout_seconds
+        try:
+            answer = channel.wait_for(NodeSetup, NodeTaken)
+        except RendezvousError:  # it has died, or ended, before it could answer
+            channel.close()
+            if not patience or time.monotonic() > deadline:
+                raise
+            time.sleep(ASK_AGAIN_SECONDS)
+            continue
         if isinstance(answer, NodeSetup):
             return channel, answer
         channel.close()

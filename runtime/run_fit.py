@@ -10,18 +10,19 @@ from runtime.config import RunConfig
 from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
 from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.degraded import require_degradable
-from runtime.model.flops import counted
-from runtime.model.forms import forms
-from runtime.model.holding import keeps_parts, trained_elements
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.parameter_groups import require_matches
-from runtime.model.parts import Elements
-from runtime.model.worker_group import standing_in
+from runtime.model.computing.forms import forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.flops import counted
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.worker_group import standing_in
+from runtime.model.ranks.degraded import require_degradable
+from runtime.model.state.holding import keeps_parts, trained_elements
+from runtime.model.state.parameter_groups import require_matches
+from runtime.model.state.parts import Elements
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup
+from runtime.replay.dealt_samples import require_known_costs
 from runtime.replay.placement import Placement, PlacementError, place
 from runtime.replay.transport import Transport, choose_transport
 from runtime.run_options import Resilience, RunOptions
@@ -64,7 +65,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         require_degradable(model, config, at_layer)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
-    load_corpus(config, schedule.grid.microbatches)
+    require_known_costs(load_corpus(config, schedule.grid.microbatches), schedule, training)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)

@@ -11,7 +11,7 @@ import msgspec
 
 from runtime.config import RunConfig
 from runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
-from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
+from runtime.model.checkpoints.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.files import write_atomically
 

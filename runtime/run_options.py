@@ -9,7 +9,7 @@ from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeed
 from runtime.coordinator.run import Notify
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.model.checkpoint import Checkpoint
+from runtime.model.checkpoints.checkpoint import Checkpoint
 from runtime.processes.launchers import ALONE, LocalProcess
 from runtime.processes.process_manager import NodeFailure, Return
 from runtime.processes.stop_signals import GRACE_SECONDS
@@ -61,6 +61,9 @@ class Resilience:
     """Nodes whose workers all fail at once, on purpose."""
     returns: tuple[Return, ...] = ()
     """Workers to start again once they are dead."""
+    faults_per_hour: int = 0
+    """How often within an hour a worker that crashes is started again, each time after a longer pause; a node has
+    twice as many. 0: who is dead stays out, but for `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,21 +9,22 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.model.digest import combined_digest
+from runtime.model.state.digest import combined_digest
 from schedules.measured_trace import MeasuredTrace
 from schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.model.parameters`)."""
+    """What a run leaves. Its folder `out` holds the same, and the parameters
+    (`runtime.model.checkpoints.parameters`)."""
 
     first_iteration: int
     """0, or that of the checkpoint that the run went on from."""
     losses: tuple[float, ...]
     """Mean over all micro-batches, one an iteration."""
     parameter_digest: str
-    """`runtime.model.digest` of all parameters after the last iteration."""
+    """`runtime.model.state.digest` of all parameters after the last iteration."""
     measured_period_seconds: float | None
     """Median over iterations of the longest busy window of any worker; None without iterations."""
     planned_period_seconds: float

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from schedules.layers import LayerRange
+from schedules.layers import LayerRange, joined_ranges
 
 
 class Worker(NamedTuple):
@@ -89,6 +89,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         for index, stage in enumerate(self.stages):
             held[stage.column].append(index)
         return tuple(map(tuple, held))
+
+    @cached_property
+    def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+        """[column] the layers of its stages, as ascending ranges that do not touch."""
+        return tuple(joined_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from schedules.costs import Memory, Slow, Times
 from schedules.grid import Grid, VirtualStage, Worker
-from schedules.layers import LayerRange, joined_ranges, layers_text
+from schedules.layers import LayerRange, layers_text
 from schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
 
 __all__ = [
@@ -164,14 +164,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def holds_of_column(self, column: int) -> tuple[LayerRange, ...]:
         """The layers of a column's stages, as ascending ranges that do not touch."""
-        return self._holds_of_column[column]
-
-    @cached_property
-    def _holds_of_column(self) -> tuple[tuple[LayerRange, ...], ...]:
-        held: list[list[LayerRange]] = [[] for _ in range(self.grid.columns)]
-        for stage, layers in zip(self.grid.stages, self.grid.layers_by_stage, strict=True):
-            held[stage.column].append(layers)
-        return tuple(map(joined_ranges, held))
+        return self.grid.held_by_column[column]
 
     def holds_others(self, seat: Seat) -> bool:
         """Whether the worker of a seat holds other layers than those of its role's stages."""

@@ -31,16 +31,24 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     """Factors of stragglers, on all their compute ops."""
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """One op, or an all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
 
+    op: Op
+    """Of an all-reduce, the longest of its As."""
     workers: tuple[int, ...]
-    sources: tuple[tuple[int, float], ...]
-    """Steps of other workers, and the seconds that their tensors need."""
-    seconds: float
-    """With the factor of a straggler."""
-    noisy: bool
-    """Whether it computes: not A and O."""
+    sources: tuple[tuple[int, int], ...]
+    """Steps of other workers, and the ticks that their tensors need."""
+
+    @property
+    def ticks(self) -> int:
+        """As planned."""
+        return self.op.end_ticks - self.op.start_ticks
+
+    @property
+    def computes(self) -> bool:
+        """Whether it takes another time with other data, or on another worker: not A and O."""
+        return self.op.kind in COMPUTE_KINDS
 
 
 def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0) -> Floats:
@@ -50,7 +58,9 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
     ValueError for values that make no sense, unknown workers, and schedules whose ops wait for each other in a circle.
     """
     _require(schedule, noise, replays, iterations)
-    steps, workers = _steps(schedule, noise)
+    steps, workers = steps_of(schedule)
+    lengths = [schedule.seconds(step.ticks) * (noise.slow.get(step.op.worker, 1.0) if step.computes else 1.0)
+               for step in steps]
     random = np.random.default_rng(seed)
     parts = []
     for begin in range(0, replays, BATCH):
@@ -58,14 +68,27 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
         free = np.zeros((workers, count))
         first = np.zeros(count)
         for iteration in range(iterations):
-            _advance(steps, free, noise.spread, random)
+            _advance(steps, lengths, schedule.tick_seconds, free, noise.spread, random)
             if iteration == 0:
                 first = free.max(axis=0)
         parts.append((free.max(axis=0) - first) / (iterations - 1))
     return np.concatenate(parts)
 
 
-def _advance(steps: Sequence[_Step], free: Floats, spread: float, random: np.random.Generator) -> None:
+def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
+    """Seconds from one iteration to the next when workers take `speeds` times as long as usual.
+
+    The order of each worker's ops stays; ops wait for each other as in the runtime.
+    """
+    known = schedule.times.per_mille_of
+    slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
+    if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
+        return schedule.seconds(schedule.period_ticks)
+    return float(replay(schedule, Noise(slow=slow), replays=1)[0])
+
+
+def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: float, free: Floats, spread: float,
+             random: np.random.Generator) -> None:
     """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
@@ -73,37 +96,37 @@ def _advance(steps: Sequence[_Step], free: Floats, spread: float, random: np.ran
         for worker in step.workers[1:]:
             start = np.maximum(start, free[worker])
         for source, hop in step.sources:
-            start = np.maximum(start, ends[source] + hop)
-        length: float | Floats = step.seconds
-        if step.noisy and spread and length:
+            start = np.maximum(start, ends[source] + hop * tick_seconds)
+        length: float | Floats = lengths[number]
+        if step.computes and spread and length:
             length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
         np.add(start, length, out=ends[number])
         for worker in step.workers:
             free[worker] = ends[number]
 
 
-def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
-    """All steps, each after what it waits for, and the number of workers."""
+def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
+    """All steps of an iteration, each after what it waits for, and the number of workers.
+
+    Raises ValueError where ops wait for each other in a circle.
+    """
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
     done: dict[OpKey, tuple[int, Worker]] = {}
     members = _members(schedule, programs)
-    steps: list[_Step] = []
+    steps: list[Step] = []
     for node in topological_order(schedule, op_graph(schedule, programs)):
         if isinstance(node, Collective):
             reductions = members[node.layers]
-            steps.append(_Step(workers=tuple(number[op.worker] for op in reductions), sources=(), noisy=False,
-                               seconds=schedule.seconds(max(op.end_ticks - op.start_ticks for op in reductions))))
+            steps.append(Step(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
+                              tuple(number[op.worker] for op in reductions), ()))
             continue
         assert isinstance(node, Op)
-        seconds = schedule.seconds(node.end_ticks - node.start_ticks)
-        where = (number[node.worker],)
-        if node.kind not in COMPUTE_KINDS:
-            steps.append(_Step(where, (), seconds, noisy=False))
-            continue
-        sources = tuple(_sources(op_key(node), node.worker, schedule, done))
-        done[op_key(node)] = (len(steps), node.worker)
-        steps.append(_Step(where, sources, seconds * noise.slow.get(node.worker, 1.0), noisy=True))
+        sources: tuple[tuple[int, int], ...] = ()
+        if node.kind in COMPUTE_KINDS:
+            sources = tuple(_sources(op_key(node), node.worker, schedule, done))
+            done[op_key(node)] = (len(steps), node.worker)
+        steps.append(Step(node, (number[node.worker],), sources))
     return steps, len(number)
 
 
@@ -118,12 +141,11 @@ def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dic
 
 
 def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
-        Iterator[tuple[int, float]]:
-    hop = schedule.seconds(schedule.times.transfer)
+        Iterator[tuple[int, int]]:
     _, _, pipeline, microbatch = key
     for producer, rule in waits(key, schedule.path(pipeline, microbatch)):
         if producer in done and done[producer][1] != own:
-            yield done[producer][0], hop if rule.tensor else 0.0
+            yield done[producer][0], schedule.times.transfer if rule.tensor else 0
 
 
 def _require(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:

@@ -1,4 +1,4 @@
-"""The flags by which torchtitan (0.2.2) runs an order that `schedules.torchcsv` has written.
+"""The flags by which torchtitan runs an order that `schedules.torchcsv` has written.
 
 torchtitan gives the file of `pipeline_parallel_schedule_csv` to torch's `_PipelineScheduleRuntime`. The schedule that
 it is told besides decides only how many stages a rank has, and whether they are dealt in turn or as a V
@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from schedules.schedule import Grid, Schedule
 from schedules.torchcsv import MEND, TorchCsvError
 
+HEADS = {"0.3.0": "lm_head", "0.2.2": "output"}
+"""The versions of torchtitan that flags can be written for, the newest first, with the name of its models' heads."""
+NEWEST = next(iter(HEADS))
+
 
 def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
-                     decoder_layers: int | None = None) -> list[str]:
-    """Flags for `torchtitan.train`, each followed by its values; micro-batches have one sample.
+                     decoder_layers: int | None = None, version: str = NEWEST) -> list[str]:
+    """Flags for `torchtitan.train` of a version in `HEADS`, each followed by its values; micro-batches have one sample.
 
     With `decoder_layers`, those of the model, they also give each stage its layers, by the names that modules have in
     torchtitan's decoder models; else torchtitan splits the model by itself. Raises TorchCsvError where torchtitan
@@ -35,7 +39,9 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
              "--parallelism.pipeline_parallel_microbatch_size", "1",
              "--training.local_batch_size", str(grid.microbatches[pipeline])]
     if decoder_layers is not None:
-        flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers)]
+        flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers, HEADS[version])]
+    if version != "0.2.2":
+        flags.append("--training.disable_cuda_graphs")  # they are on by default, and refused with pipelines
     return flags
 
 
@@ -55,7 +61,7 @@ def _kind(grid: Grid) -> str:
                         "with [placement] order = 'interleaved' or 'v'")
 
 
-def _modules(grid: Grid, decoder_layers: int) -> Iterator[str]:
+def _modules(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
     """For each stage the names of its modules, joined by commas."""
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):
@@ -63,9 +69,9 @@ def _modules(grid: Grid, decoder_layers: int) -> Iterator[str]:
                             f"{grid.layer_count}, or {grid.layer_count - 2} where embedding and head are layers of it")
     names = [f"layers.{layer}" for layer in range(decoder_layers)]
     if outer:
-        names = ["tok_embeddings", *names, "norm,output"]
+        names = ["tok_embeddings", *names, f"norm,{head}"]
     else:
-        names[0], names[-1] = f"tok_embeddings,{names[0]}", f"{names[-1]},norm,output"
+        names[0], names[-1] = f"tok_embeddings,{names[0]}", f"{names[-1]},norm,{head}"
     for stage in range(len(grid.stages)):
         first, end = grid.layers_of(stage)
         yield ",".join(names[first:end])

@@ -225,7 +225,7 @@ def find_browser() -> str:
     """The program; the variable `CHROMIUM` names one elsewhere. Raises LookupError where there is none."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        raise LookupError(f"needs a browser, and none of {', '.join(NAMES)} is installed")
+        raise LookupError(f"needs a browser, and none of {', '.join(NAMES)} is installed (make browser)")
     return program
 
 

@@ -5,21 +5,11 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
-
-if TYPE_CHECKING:
-    from tests.steady_clock import SteadyClock
-
-REAL_PROCESSES = ("cli", "examples", "launchers", "runtime")
-"""Folders of tests that start processes, which other programs of the machine may hold up for longer than a test waits.
-Such a test gets a second try. Both are told: one that needs it twice is a defect, of the test or of what it tests."""
 
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
@@ -34,11 +24,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs t
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a second try to tests of real processes."""
-    here = Path(__file__).parent
+    """Mark tests in a browser as slow. Give slow tests a second try, as other programs may hold up their processes.
+
+    Both tries are told: a test that needs its second one twice is a defect, of the test or of what it tests. Tests that
+    are not slow get no second try.
+    """
     for item in items:
-        if item.path.relative_to(here).parts[0] in REAL_PROCESSES:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
@@ -49,15 +45,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def steady_clock(request: pytest.FixtureRequest) -> Iterator["SteadyClock | None"]:
-    """Searches of this process go by their steps, and not by the machine: see `tests.steady_clock`.
+def counted_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of this process count steps, also those that a command makes within so many seconds.
 
     But not in a test of the module that is marked `real_clock`.
     """
-    if request.node.get_closest_marker("real_clock"):
-        yield None
-        return
-    from tests.steady_clock import steadily  # it loads the planner
+    if not request.node.get_closest_marker("real_clock"):
+        from planner.budget import StepClock  # here, as it loads the planner
+        from planner.options import PlanOptions
 
-    with steadily() as clock:
-        yield clock
+        monkeypatch.setattr(PlanOptions, "clock", lambda _: StepClock())

@@ -5,6 +5,7 @@ from html import escape
 
 import numpy as np
 
+from cli.drawing.report_page import document, grid, swatch
 from cli.drawing.svg_chart import Line, bars, steps
 from cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
@@ -14,32 +15,16 @@ COLOURS = {
     "slipstream": "#0b6e4f", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
     "trainmover": "#1b9e9e", "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
-    "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
+    "ft-hsdp": "#a6761d", "byterobust": "#3182bd",
+    "fault-scaled": "#7d8590", "work-conserving": "#aaaaaa",
 }
-MORE_COLOURS = ("#4b0082", "#2f4f4f", "#a0522d", "#c71585", "#6b8e23")
+MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
-    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444",
+    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
+    Cause.LINKS: "#bd9e39",
 }
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f23; background: #fff; max-width: 1000px; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; }
-.lead { font-size: 1.1rem; margin: .6rem 0; } .dim { color: #57606a; font-size: .9rem; }
-svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: #1b1f23; }
-svg .grid { stroke: #e5e8eb; stroke-width: 1; }
-table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; }
-th, td { padding: .3rem .5rem; border-bottom: 1px solid #e5e8eb; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #1b1f23; white-space: normal;
-       vertical-align: bottom; font-weight: 600; }
-tr.reference { color: #57606a; font-style: italic; }
-.legend { margin: .3rem 0; } .legend label { display: inline-block; margin: 0 1rem .2rem 0; cursor: pointer; }
-.swatch { display: inline-block; width: 1.1em; height: .7em; margin-right: .35em; border-radius: 2px; }
-dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: #3d444b; font-size: .92rem; }
-@media print { body { margin: 0; } input { display: none; } }
-"""
 DEFINITIONS = (
     "When whole: with all workers alive. ETTR: share of the time in which something is trained for the first time "
     "(Kokolis et al., HPCA 2025). Goodput: samples over those of the best policy with all workers alive all the time "
@@ -54,13 +39,13 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
-    """The whole report. `job` and `grid` name what was simulated, `notes` what was taken for granted besides.
+def page(result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
+    """The whole report. `job` and `shape` name what was simulated, `notes` what was taken for granted besides.
 
     `tokens`: tokens in a sample, where known.
     """
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
-             f'<p class="dim">{escape(grid)} &middot; trace {escape(described(result.trace))}</p>',
+             f'<p class="dim">{escape(shape)} &middot; trace {escape(described(result.trace))}</p>',
              f'<p class="lead">{escape(verdict(result))}</p>',
              "<h2>Mean throughput, and what it cost</h2>", _table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
              "<h2>Throughput over time</h2>", _legend(result), _throughput(result),
@@ -70,10 +55,7 @@ def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str], token
              "samples per second.</p>",
              "<h2>What was assumed</h2>", _assumptions(result, notes)]
     body = "\n".join(parts)
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(job)}: what failures cost</title><style>{STYLE}</style></head>\n"
-            f"<body>\n{body}\n<script>{SCRIPT}</script>\n</body></html>\n").encode()
+    return document(f"{job}: what failures cost", body, SCRIPT)
 
 
 def verdict(result: Comparison) -> str:
@@ -89,7 +71,8 @@ def verdict(result: Comparison) -> str:
 
 def described(trace: AvailabilityTrace) -> str:
     """What happens in a trace, in a line."""
-    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.partial_losses, "short of GPUs"))
+    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.link_slowdowns, "slow links"),
+                                        (trace.partial_losses, "short of GPUs"))
             if count for text in (f", {count} times {text}",)]
     lost = f"{trace.removals} worker{'s' * (trace.removals != 1)} lost"
     return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
@@ -126,7 +109,7 @@ def _table(result: Comparison, tokens: int | None) -> str:
                                  "" if reference else str(run.switches))))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
             "worker-hours / 1,000 samples", "tokens / GPU-hour", "switches")
-    return _grid(head, rows)
+    return grid(head, rows)
 
 
 def _lost_table(result: Comparison) -> str:
@@ -134,15 +117,7 @@ def _lost_table(result: Comparison) -> str:
     shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
     rows = [(False, (name, *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown),
                      f"{sum(row.values()) / 3600:.2f}")) for name, row in lost.items()]
-    return _grid(("hours lost", *shown, "in all"), rows)
-
-
-def _grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """A table; a row that is marked is a reference line."""
-    names = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-                   + "</tr>" for marked, cells in rows)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+    return grid(("hours lost", *shown, "in all"), rows)
 
 
 def _systems(result: Comparison) -> dict[str, PolicyRun]:
@@ -168,25 +143,21 @@ def _live(result: Comparison) -> str:
     points = list(result.trace.counts())
     points = [point for point in points if point[0] < result.trace.length_seconds]
     edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
-    line = Line("live workers", "#333333", [float(count) for _, count in points])
+    line = Line("live workers", "currentColor", [float(count) for _, count in points])
     return steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
 
 
 def _legend(result: Comparison) -> str:
-    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {_swatch(colour(name))}{escape(name)}'
+    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {swatch(colour(name))}{escape(name)}'
               "</label>" for name in result.runs)
     return f'<div class="legend">{"".join(labels)}</div>'
-
-
-def _swatch(colour: str) -> str:
-    return f'<span class="swatch" style="background:{colour}"></span>'
 
 
 def _causes(result: Comparison) -> str:
     rows = {name: {cause.value: value / 3600 for cause, value in run.lost(result.best_rate).items()}
             for name, run in _systems(result).items()}
     used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
-    labels = "".join(f"<label>{_swatch(colour)}{escape(cause)}</label>"
+    labels = "".join(f"<label>{swatch(colour)}{escape(cause)}</label>"
                      for cause, colour in used.items() if any(row[cause] > 0.001 for row in rows.values()))
     hours = result.trace.length_seconds / 3600
     chart = bars(rows, used, total=hours, x=f"hours lost, of {hours:.4g}", unit="h")

@@ -71,6 +71,36 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
     return "\n".join([*parts, "</svg>"])
 
 
+def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
+    """A bar for each row (name, value at the first setting, at the second) to both sides of the usual value."""
+    left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM
+    values = [usual, *(value for _, *pair in rows for value in pair)]
+    step = nice_step((max(values) - min(values)) or 0.01, 6)
+    low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step
+    width = WIDTH - left - RIGHT
+
+    def place(value: float) -> float:
+        return left + (value - low) / (high - low or 1.0) * width
+
+    parts = [_open(height)]
+    for index in range(round((high - low) / step) + 1):
+        value = low + index * step
+        at = place(value)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{value:.4g}</text>')
+    for number, (name, *pair) in enumerate(rows):
+        y = TOP + number * (BAR + 8)
+        parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
+        for half, (value, colour) in enumerate(zip(pair, colours, strict=True)):
+            begin, end = sorted((place(usual), place(value)))
+            parts.append(f'<rect x="{begin:.2f}" y="{y + half * BAR / 2}" width="{max(end - begin, 0.8):.2f}" '
+                         f'height="{BAR / 2 - 1}" fill="{colour}"><title>{escape(name)}: {value:.4g}</title></rect>')
+    at = place(usual)
+    parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{height - BOTTOM}"/>'
+                 f'<text x="{left + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
 def nice_top(value: float) -> float:
     """A round number at or above a value."""
     step = nice_step(value or 1.0, 5)

@@ -2,7 +2,9 @@
 
     availability_trace    which machines are alive, over time
     trace_file            reads traces
-    synthetic_trace       draws traces from mean times between failures
+    public_traces         reads those that others have published
+    failure_models        how often what fails, and for how long, as published
+    synthetic_trace       draws traces from a failure model
     policy                what a policy is: it answers each change with phases
     policies/             one module for each policy
     costs                 seconds to restart, reconfigure and load, as published
@@ -12,24 +14,90 @@
     throughput            samples per second of the schedules that policies run
     simulation            takes policies through a trace, and adds up the time lost
     figures/              the published figures, computed again
+    entry                 systems of others: tables, and policies by entry point
+    benchmark             a versioned set of cases, seeds side by side, sensitivity, distance to published figures
 
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
 
 from cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
+from cli.fleet.benchmark import (
+    CASES,
+    DOLLARS_PER_GPU_HOUR,
+    VERSION,
+    Case,
+    CaseResult,
+    Fidelity,
+    Measures,
+    PolicyResult,
+    Returned,
+    Sensitivity,
+    Spread,
+    causes,
+    fidelity,
+    returned,
+    run_case,
+)
 from cli.fleet.costs import Costs, costs_for
+from cli.fleet.entry import GROUP, Entry, EntryError, Table, installed_policy, read_entry
+from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
 from cli.fleet.figures import FIGURES, Figure
 from cli.fleet.figures.figure import Series
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Cause, Policy
 from cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import PRESETS, FailureRates, draw_slow_workers, draw_trace, published_fail_slow
+from cli.fleet.synthetic_trace import draw_slow, draw_trace
 from cli.fleet.throughput import Throughputs
 from cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 __all__ = [
-    "FIGURES", "POLICIES", "PRESETS", "AvailabilityTrace", "Cause", "Comparison", "Costs", "FailureRates", "Figure",
-    "Floats", "Policy", "PolicyRun", "Series", "Throughputs", "TraceFileError", "compare", "costs_for",
-    "draw_slow_workers", "draw_trace", "fail_together", "fit_to_job", "group_gpus", "published_fail_slow",
-    "read_availability_trace", "throughputs_over_traces",
+    "CASES",
+    "DOLLARS_PER_GPU_HOUR",
+    "FAILURE_MODELS",
+    "FIGURES",
+    "GROUP",
+    "POLICIES",
+    "SLOW_MODELS",
+    "VERSION",
+    "AvailabilityTrace",
+    "Case",
+    "CaseResult",
+    "Cause",
+    "Comparison",
+    "Costs",
+    "Entry",
+    "EntryError",
+    "FailureModel",
+    "Fidelity",
+    "Figure",
+    "Floats",
+    "Kind",
+    "Measures",
+    "Policy",
+    "PolicyResult",
+    "PolicyRun",
+    "Returned",
+    "Sensitivity",
+    "Series",
+    "SlowKind",
+    "Spread",
+    "Table",
+    "Throughputs",
+    "TraceFileError",
+    "causes",
+    "compare",
+    "costs_for",
+    "draw_slow",
+    "draw_trace",
+    "fail_together",
+    "fidelity",
+    "fit_to_job",
+    "group_gpus",
+    "installed_policy",
+    "read_availability_trace",
+    "read_entry",
+    "returned",
+    "run_case",
+    "single",
+    "throughputs_over_traces",
 ]

@@ -29,6 +29,13 @@ class Change(msgspec.Struct, frozen=True):
     """Pairs (place, factor): its machine takes so many times as long from now on; 1 is its usual speed."""
     gpus: tuple[tuple[int, int], ...] = ()
     """Pairs (place, count): so many GPUs of its machine are alive from now on, at least one."""
+    links: float = 0.0
+    """The links are slow: the whole job takes so many times as long from now on; 1: as usual, 0: as before."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything changes."""
+        return bool(self.removed or self.added or self.slowed or self.gpus or self.links)
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +71,11 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         return sum(factor > 1 for change in self.changes for _, factor in change.slowed)
 
     @property
+    def link_slowdowns(self) -> int:
+        """How many times the links become slow."""
+        return sum(change.links > 1 for change in self.changes)
+
+    @property
     def partial_losses(self) -> int:
         """How many times a machine is left with some of its GPUs."""
         return sum(count < self.gpus_per_worker for change in self.changes for _, count in change.gpus)
@@ -94,7 +106,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         states = _MachineStates(self.gpus_per_worker, alive_gpus, self.live)
         for change in self.changes:
             for seen in states.seen(change):
-                if seen.removed or seen.added or seen.slowed:
+                if seen.anything:
                     yield seen
 
 
@@ -134,7 +146,7 @@ class _MachineStates:
                 continue
             added += [place] if before is None else []
             slowed += [(place, after)] if after != (before or 1.0) else []
-        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed)), \
+        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed), links=change.links), \
             Change(change.seconds, added=tuple(place for place, _ in anew), slowed=tuple(anew))
 
 
@@ -166,10 +178,10 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
         changes.append(Change(
             change.seconds, tuple(worker for worker in workers if not count[worker]),
             tuple(worker for worker in workers if not before[worker]),
-            gpus=tuple((worker, count[worker]) for worker in workers if count[worker])))
+            gpus=tuple((worker, count[worker]) for worker in workers if count[worker]), links=change.links))
     return msgspec.structs.replace(
         trace, places=len(count), live=live, gpus_per_worker=gpus,
-        changes=tuple(change for change in changes if change.removed or change.added or change.gpus))
+        changes=tuple(change for change in changes if change.anything))
 
 
 def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
@@ -194,7 +206,7 @@ def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) ->
         changes.append(msgspec.structs.replace(change, removed=removed, added=added))
     return msgspec.structs.replace(
         trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
-        changes=tuple(one for one in changes if one.removed or one.added or one.slowed or one.gpus))
+        changes=tuple(one for one in changes if one.anything))
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
@@ -229,7 +241,7 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
         return tuple(sorted((index, value) for place, value in pairs for index in members.get(place, ())))
 
     changes = (Change(change.seconds, renamed(change.removed), renamed(change.added), with_values(change.slowed),
-                      with_values(change.gpus)) for change in trace.changes)
+                      with_values(change.gpus), change.links) for change in trace.changes)
     return msgspec.structs.replace(
         trace, places=workers, live=renamed(trace.live), notes=(*trace.notes, note),
-        changes=tuple(one for one in changes if one.removed or one.added or one.slowed or one.gpus))
+        changes=tuple(one for one in changes if one.anything))

@@ -28,6 +28,9 @@ class Cause(StrEnum):
     RESTART = "restarting from a checkpoint"
     CHECKPOINT = "writing checkpoints"
     WAIT = "waiting for workers"
+    SLOW = "waiting for slow workers"
+    """By policies that do not balance speeds; those that do train at the rate of a plan for them."""
+    LINKS = "slow links"
     WHOLE = "slower even when whole"
     """Its schedule with all workers alive is slower than the best one."""
 
@@ -109,6 +112,8 @@ class Policy(ABC):
     """One line that describes it."""
     assumptions: ClassVar[str]
     """What the simulation assumes, with sources."""
+    source: ClassVar[str]
+    """What it is taken from: paper, section or figure, artifact; "our reading" where no code of it is public."""
 
     is_reference: ClassVar[bool] = False
     """Whether this is only a line to compare with, and not a system that exists."""
@@ -169,7 +174,7 @@ class Policy(ABC):
             self.slow[machine] = factor
             if factor == 1.0:
                 del self.slow[machine]
-        if change.removed or change.added or self.balances_speeds:
+        if change.removed or change.added or (change.slowed and self.balances_speeds):
             return self.on_change(change, remaining)
         return remaining
 
@@ -243,10 +248,12 @@ class Spans:
         """Where each span begins, and the end."""
         self.phases: list[Phase] = []
         """The phase that each span is a part of."""
+        self.slowdowns: list[tuple[float, float]] = []
+        """How many times as long training takes in each span, because of slow workers and of slow links."""
 
-    def spend(self, phases: Sequence[Phase], until: float, slowdown: float = 1.0) -> Sequence[Phase]:
+    def spend(self, phases: Sequence[Phase], until: float, workers: float = 1.0, links: float = 1.0) -> Sequence[Phase]:
         """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
-        clock = self.seconds[-1]
+        clock, slowdown = self.seconds[-1], workers * links
         if slowdown != 1.0:
             phases = [phase.slower(slowdown) for phase in phases]
         for index, phase in enumerate(phases):
@@ -254,11 +261,13 @@ class Spans:
             if (recorded := end if end < until else until) > clock:
                 self.seconds.append(recorded)
                 self.phases.append(phase)
+                self.slowdowns.append((workers, links))
             if end > until:
                 if not index and end == math.inf and slowdown == 1.0:
                     return phases
                 rest = phase.lasting(end - until)
-                return [rest.slower(1 / slowdown) if slowdown != 1.0 else rest, *phases[index + 1:]]
+                following = [rest, *phases[index + 1:]]
+                return [one.slower(1 / slowdown) for one in following] if slowdown != 1.0 else following
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 

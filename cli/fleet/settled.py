@@ -16,7 +16,7 @@ import msgspec
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.layout.bounds import work_bound
-from planner.model.for_layout import layout_problem
+from planner.model.from_job import layout_problem
 from planner.model.problem import NoPlanError
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions

@@ -29,6 +29,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """n + 1 values: where each span begins, and the end."""
     phases: Sequence[Phase]
     """The phase that each span is a part of."""
+    slowdowns: Sequence[tuple[float, float]]
+    """How many times as long training takes in each span, because of slow workers and of slow links."""
 
     @cached_property
     def rate(self) -> Floats:
@@ -99,7 +101,11 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         running = self.cause == _NUMBER[Cause.RUN]
         train, kept = spans[running], self.rate[running]
         written = self.checkpoints[running]
-        lost[Cause.RUN] = float(np.dot(train, self.fault_free_rate - kept - written) / best)
+        workers, links = np.array(self.slowdowns).reshape(-1, 2)[running].T
+        without = workers * links * (kept + written)
+        lost[Cause.LINKS] = float(np.dot(train, (links - 1) * (kept + written)) / best)
+        lost[Cause.SLOW] = float(np.dot(train, without - links * (kept + written)) / best)
+        lost[Cause.RUN] = float(np.dot(train, self.fault_free_rate - without) / best)
         lost[Cause.CHECKPOINT] += float(np.dot(train, written) / best)
         lost[Cause.WHOLE] = float(train.sum() * (best - self.fault_free_rate) / best)
         return lost
@@ -108,15 +114,17 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
-    spans = policy.spans
+    spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
     for change in trace.changes_for(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
         if change.seconds >= trace.length_seconds:
             break
-        phases = policy.answer(change, spans.spend(phases, change.seconds, policy.slowdown))
-    spans.spend(phases, trace.length_seconds, policy.slowdown)
+        remaining = spans.spend(phases, change.seconds, policy.slowdown, links)
+        links = change.links or links
+        phases = policy.answer(change, remaining)
+    spans.spend(phases, trace.length_seconds, policy.slowdown, links)
     return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(spans.seconds),
-                     phases=spans.phases)
+                     phases=spans.phases, slowdowns=spans.slowdowns)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ different times, the assembled schedule can be a little longer.
 """
 
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ import msgspec
 from cli.fleet.loads import DownByStage, Loads, spread_over_stages
 from cli.fleet.round_robin import Pieces, round_robin
 from cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
+from planner.budget import Budget
 from planner.job.file import Job
 from planner.model import assemble
 from planner.model.bounds import lower_bound
@@ -30,9 +30,8 @@ from planner.model.start_times import solution_period
 from planner.normalise import Windows, arrangements
 from planner.options import PlanOptions
 from planner.search.baselines import one_f_one_b
-from planner.search.budget import Budget
 from planner.search.compiled import ready
-from planner.search.solve import solve
+from planner.search.engine import solve
 from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from schedules.tables.table import Table
@@ -168,7 +167,8 @@ class Throughputs:
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
-        return solve(problem, "greedy", Budget(deadline=time.monotonic() + self._options.time_limit)).pieces
+        clock = self._options.clock()
+        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock)).pieces
 
     def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""

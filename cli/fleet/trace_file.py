@@ -1,9 +1,11 @@
-"""Availability trace files. There are two forms; the first line says which one a file has.
+"""Availability trace files. There are two forms of ours; the first line says which one a file has.
 
     2021-12-11, 11:11:30, 55        availability: date, time, machines alive
     60000,add,node19                events: milliseconds, add or remove, the machine's name
     60000,slow,node19,1.5           ... from now on it takes 1.5 times as long; 1: as usual
     60000,gpus,node19,7             ... from now on 7 of its GPUs are alive
+
+Files that others have published are read as they are (`public_traces`).
 
 Recordings have errors, which are corrected as follows and counted in the trace's notes:
 
@@ -28,9 +30,11 @@ from typing import NamedTuple
 import msgspec
 
 from cli.fleet.availability_trace import AvailabilityTrace, Change
+from cli.fleet.public_traces import ACME_FIELDS, acme_trace, spot_counts, straggler_trace
 from schedules.files import read_at_most
 
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 256 * 2**20
+PARQUET = b"PAR1"
 MAX_PLACES = 2**20
 MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
@@ -61,19 +65,25 @@ def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1)
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
+        if data.startswith(PARQUET):
+            return straggler_trace(path)
         return parse_availability_trace(data.decode("utf-8-sig"), path.stem, seed, gpus_per_worker)
     except UnicodeDecodeError:
         raise TraceFileError(f"{path}: not UTF-8 text; {_FORMS}") from None
-    except TraceFileError as error:
+    except ValueError as error:
         raise TraceFileError(f"{path}: {error}") from None
 
 
 def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
                              gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace from text. Raises TraceFileError, whose message names the line."""
+    """Read a trace from text. Raises ValueError (mostly a TraceFileError), whose message names the line."""
     lines = [(number, line) for number, raw in enumerate(text.splitlines(), 1) if (line := raw.split("#")[0].strip())]
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
+    if lines[0][1].startswith("{"):
+        return _from_spot(text, name, seed)
+    if lines[0][1].startswith(ACME_FIELDS[0]):
+        return acme_trace(text, name, seed)
     if _SAMPLE.fullmatch(lines[0][1]):
         return _from_samples(lines, name, seed)
     if _event(lines[0][1]):
@@ -103,6 +113,15 @@ def from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name
             changes.append(Change(seconds, added=added))
     return AvailabilityTrace(name=name, places=places, live=first, changes=tuple(changes),
                              length_seconds=length_seconds, notes=tuple(notes))
+
+
+def _from_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
+    counts, length = spot_counts(text)
+    if not counts or not max(count for _, count in counts):
+        raise TraceFileError("no instance is ever available")
+    if max(count for _, count in counts) > MAX_PLACES or length > MAX_SECONDS:
+        raise TraceFileError(f"expected at most {MAX_PLACES} instances, and a century")
+    return from_counts(counts, length, name, seed, ["which instances leave is drawn at random: the file says how many"])
 
 
 # --- Availability -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 
 
 class _StandardError(Console):
@@ -26,7 +26,28 @@ class _StandardError(Console):
         os.close(nowhere)
 
 
-out = Console(markup=False, highlight=False)
+class _StandardOutput(Console):
+    """In a file or a pipe, no line is folded and no column of a table is cut, unless COLUMNS says how wide it is.
+
+    `width` is still that of a usual terminal there: pictures are drawn for it.
+    """
+
+    @property
+    def _folds(self) -> bool:
+        return self.is_terminal or "COLUMNS" in os.environ
+
+    @property
+    def options(self) -> ConsoleOptions:
+        """How things are rendered."""
+        return super().options if self._folds else super().options.update(width=UNFOLDED_COLUMNS)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As Rich's own."""
+        super().print(*objects, **{"crop": self._folds, **how})
+
+
+UNFOLDED_COLUMNS = 10_000
+out = _StandardOutput(markup=False, highlight=False)
 err = _StandardError(stderr=True, markup=False, highlight=False)
 """Text is printed as it is: names of files may hold brackets."""
 
@@ -44,6 +65,7 @@ def screen(taken: int) -> int | None:
 def print_json(answer: Mapping[str, object]) -> None:
     """Print the one JSON object of --json."""
     sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
+    sys.stdout.flush()  # before what stderr says next, where both go to one file
 
 
 def printable(text: str) -> str:

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from functools import cache
 
-from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
-from cli.shared.rebalancing import Rebalancing
 from planner.degraded import degradable, with_degraded
+from planner.failures import FailurePlanner
 from planner.job.file import Job
-from planner.model.problem import NoPlanError
 from runtime.config import RunConfig
-from runtime.coordinator.planning import Finders, NoScheduleError, WithDegraded
+from runtime.coordinator.planning import Finders, WithDegraded
 from schedules.schedule import Schedule, Worker
 from schedules.tables.table import Table
 
@@ -29,11 +27,7 @@ def with_less_room(job: Job, first: Schedule, table: Table | None) -> WithDegrad
     """What finds schedules while workers go on as half their processes: for each, less memory is left."""
     @cache
     def find(degraded: tuple[Worker, ...]) -> Finders:
-        try:
-            less = with_degraded(job, degraded)
-        except NoPlanError as error:
-            raise NoScheduleError(str(error)) from None
-        return Finders(scheduler(less, first, table), scheduler_at_speeds(less, first, table),
-                       Rebalancing(less, first, table))
+        planner = FailurePlanner(with_degraded(job, degraded), first, table)
+        return Finders(planner.after, planner.at_speeds, planner)
 
     return find

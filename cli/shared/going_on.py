@@ -11,9 +11,9 @@ from torch import Tensor
 from cli.shared.console import err, print_json
 from cli.shared.train_inputs import checkpoint_or_refuse, find_checkpoint
 from runtime.config import RunConfig
-from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
-from runtime.model.digest import combined_digest, tensor_digest
-from runtime.model.parameters import layer_path, load_layer
+from runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
+from runtime.model.checkpoints.parameters import layer_path, load_layer
+from runtime.model.state.digest import combined_digest, tensor_digest
 from runtime.model.tensor_codec import TensorError
 from runtime.run_folder import CHECKPOINTS, iterations_done, left_behind, locked, require_free, saved
 from schedules.codec import read

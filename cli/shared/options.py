@@ -32,11 +32,19 @@ Optimizer = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=PL
     "Default: staggered; synchronous for 1f1b."))]
 MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, metavar="cp-sat|greedy|1f1b|recycle",
                                          autocompletion=completing("cp-sat", "greedy", "1f1b", "recycle"), help=(
-    "cp-sat: list schedulers, annealing and the CP-SAT solver; greedy: list schedulers only; to compare with, 1f1b: "
+    "cp-sat: list schedules, annealing, and CP-SAT where that is small enough (the answer says what really ran); "
+    "greedy: list schedules only; to compare with, 1f1b: "
     "the usual schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
                                           metavar="SEC", min=0.01, max=7 * 86400, help=(
-    "Seconds to search at most."))]
+    "Seconds to search at most. How good the plan is then depends on the machine and its load; see --steps."))]
+Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=SEARCH, metavar="N", min=0, max=10**15, help=(
+    "Search for so many counted steps in place of seconds: then one seed gives one plan, on any machine, at any load. "
+    "A core makes about 400,000 a second."))]
+Params = Annotated[Path | None, typer.Option("--params", rich_help_panel=SEARCH, metavar="FILE", help=(
+    "A TOML file of what steers the search, in place of the usual values: see planner/params.py."))]
+Verbose = Annotated[bool, typer.Option("--verbose", rich_help_panel=ANSWER, help=(
+    "Also print how often each technique of the search was tried, and how often it helped."))]
 Seed = Annotated[int, typer.Option("--seed", rich_help_panel=SEARCH, metavar="N", min=0, max=2**31 - 1, help=(
     "Seed of every random choice."))]
 OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(

@@ -43,7 +43,8 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     schedule = made.schedule
     bound = "" if schedule.status == "optimal" else \
         f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
-    lines = [f"{bound}planned in {duration(made.solve_seconds)}" + (", interrupted" if made.interrupted else "")]
+    lines = [f"{bound}planned in {duration(made.solve_seconds)} by {schedule.method}" +
+             (", interrupted" if made.interrupted else "")]
     if made.evidence:
         lines.append(made.evidence)
     if schedule.failed:
@@ -52,6 +53,14 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     if schedule.shed:
         lines.append(f"{_runs(schedule.shed)} shed to workers with time to spare, though their own is alive")
     return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
+
+
+def tally_lines(made: Plan) -> list[str]:
+    """How often each technique was tried in the search for this schedule, and made a plan shorter."""
+    if made.tally is None or not made.tally.tried:
+        return []
+    return ["tried, and made a plan shorter:", *(
+        f"  {tried:>13,} {made.tally.helped[what]:>9,}  {what}" for what, tried in made.tally.tried.items() if tried)]
 
 
 def _runs(count: int) -> str:
@@ -89,7 +98,7 @@ def _kept(made: Plan) -> str:
         return f"{share}; throughput against fault-free is not known: there was no time to plan that"
     best, least = _range(made.fault_free, made.period)
     if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.close:
-        return f"throughput {best:.1%} of fault-free (period {duration(made.fault_free.period)}), {share}"
+        return f"throughput {best:.1%} of fault-free (layers in place: {duration(made.fault_free.period)}), {share}"
     return f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
 
 

@@ -9,31 +9,39 @@ from typing import cast
 from cli.shared.console import answer_no, err, refuse
 from cli.shared.inputs import require_choice
 from cli.shared.reference_cache import keep_reference, known_reference
+from planner.budget import Clock
 from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError
 from planner.normalise import normalised
 from planner.options import Layers, PlanOptions
+from planner.params import DEFAULTS, ParamsError, read_params
 from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
 from planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from planner.search.compiled import ready
-from planner.search.solve import METHODS, Method
+from planner.search.engine import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 
 def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
-                 layers: str = "fixed", slices: bool = True, from_checkpoint: bool = False) -> PlanOptions:
+                 steps: int | None = None, layers: str = "fixed", slices: bool = True,
+                 from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
     """The planner's options from those of the command line. Exits 2 where one has an unknown value."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
+    try:
+        steering = DEFAULTS if params is None else read_params(params)
+    except ParamsError as error:
+        refuse(error)
     return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
-                       method=cast(Method, method), time_limit=time_limit, seed=seed, layers=cast(Layers, layers),
-                       slices=slices, from_checkpoint=from_checkpoint)
+                       method=cast(Method, method), time_limit=time_limit, steps=steps, seed=seed,
+                       layers=cast(Layers, layers),
+                       slices=slices, from_checkpoint=from_checkpoint, params=steering)
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
-              ctrl_c: str = "ends the search, and keeps this schedule") -> Plan:
+              ctrl_c: str = "ends the search, and keeps this schedule", clock: Clock | None = None) -> Plan:
     """Plan with progress on stderr, which says what Ctrl-C does.
 
     Exits 2 where the job has no such worker, 1 where no plan can exist.
@@ -41,9 +49,9 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     try:
         known = known_reference(options, job)
         with planning(ctrl_c) as progress:
-            made = normalised(job, failed, options, known=known, progress=progress) \
+            made = normalised(job, failed, options, known=known, progress=progress, clock=clock) \
                 if normalise or options.layers == "move" else \
-                plan_with(options, job, failed, known=known, progress=progress)
+                plan_with(options, job, failed, known=known, progress=progress, clock=clock)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:

@@ -10,10 +10,10 @@ from planner.job.file import Job
 from planner.model.from_job import grid_of
 from runtime.config import RunConfig
 from runtime.device import choose_device
-from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.worker_group import standing_in
+from runtime.model.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.layered_model import model_for, parameter_dtype
+from runtime.model.layers.worker_group import standing_in
 from runtime.replay.placement import place
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError

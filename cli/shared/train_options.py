@@ -58,6 +58,10 @@ Slow = Annotated[list[str] | None, typer.Option("--slow", rich_help_panel=REHEAR
                                                 metavar="D.S=FACTOR@ITERATION", help=(
     "For rehearsals: have this worker, or those of nodeN, compute FACTOR times as long from that iteration on; =1 ends "
     "it; may be repeated."))]
+FaultsPerHour = Annotated[int, typer.Option("--faults-per-hour", rich_help_panel=FAILURES, metavar="N", min=0, max=1000,
+                                            help=(
+    "Start a worker again that crashes, each time after a longer pause, until it has more than N faults within an "
+    "hour, or its node twice as many; 0, and while --kill rehearses failures: who is dead stays out."))]
 HeartbeatTimeout = Annotated[float, typer.Option("--heartbeat-timeout", rich_help_panel=WAITING,
                                                  metavar="SEC", min=0.1, max=3600, help=(
     "Give up a worker that shows no sign of life for so long."))]

@@ -6,12 +6,11 @@
     fixed          nobody holds more than before: live holders share the work of a stage
     parts          ranges of layers that the same workers hold
     cuts           which workers form lines; one cut for all pipelines
-    lines          the layers of a line, cut over its workers
+    lines          the layers of a line, cut over its workers; the least longest load
     division       the work of an iteration, divided over lines
     cpsat          the exact assignment of layers and micro-batches to lines
     routes         from a division to the route of each micro-batch
     groups         large clusters: those that share work, like ones alike
-    bisection      the least longest load that can be had
     bounds         what no schedule can undercut
 
 It builds on plain integers and workers only; it knows neither job files nor `planner.model`.

@@ -119,7 +119,7 @@ def fill_ticks(problem: LayoutProblem, worker: Worker) -> int:
     fastest = min(map(problem.slowness, problem.live))
     trip = min(problem.forward[layer] for layer in held) * slow // 1000 + behind * min(1000, fastest) // 1000
     trip += 2 * problem.transfer
-    if problem.room is None or not all(problem.activation[layer] for layer in held):
+    if not problem.activation or not all(problem.activation[layer] for layer in held):
         return 0
     room = problem.room_of(worker) - sum(problem.weight(layer) for layer in held)
     rate = max(Fraction(problem.forward[layer] * slow, 1000 * problem.activation[layer]) for layer in held)

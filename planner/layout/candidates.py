@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from planner.budget import Budget
 from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.fixed import fixed_layout
@@ -28,23 +29,25 @@ LARGEST_SHARED = 100_000
 PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
 """Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
 which it is."""
-APART, FINEST, LARGEST_FINEST = 3, 6, 10_000
-"""The same for micro-batches that are `apart`: thirds are the best most often; what is small in sixths, too."""
+SEPARATE, FINEST, LARGEST_FINEST = 3, 6, 10_000
+"""The same for micro-batches that are `separate`: thirds are the best most often; what is small in sixths, too."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
 
-def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0,
+def candidates(problem: LayoutProblem, budget: Budget | None = None, *, seconds: float = 2.0,
                largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
-    `seconds`: for the exact assignment (`planner.layout.cpsat`), of each different group. `largest_fine`: micro-batches
-    times parts of stages up to which there are short slices, at most `LARGEST_FINE`. Raises LookupError when there is
-    none: nobody holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
+    `seconds`: by the clock of the budget, for the exact assignment (`planner.layout.cpsat`) of each different group.
+    `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most `LARGEST_FINE`.
+    Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
+    no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, LARGEST_FINE)
-    made = _moved(problem, seconds, seed, fine) if problem.layers == "move" else _fixed(problem)
+    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds)
+    made = _moved(problem, assigned, fine) if problem.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -68,7 +71,7 @@ def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: LayoutProblem, seconds: float, seed: int,
+def _moved(problem: LayoutProblem, assigned: Callable[[LayoutProblem], Layout | None],
            largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
@@ -84,17 +87,17 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
-    if fits(APART):
-        yield recut(apart=True, parts=APART)
+    if fits(SEPARATE):
+        yield recut(separate=True, parts=SEPARATE)
     if fits(HALVES):
-        yield recut(apart=True, parts=HALVES)
+        yield recut(separate=True, parts=HALVES)
         yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
     if fits(PARTS):
-        yield recut(apart=True, parts=PARTS)
+        yield recut(separate=True, parts=PARTS)
     if fits(FINEST, LARGEST_FINEST):
-        yield recut(apart=True, parts=FINEST)
+        yield recut(separate=True, parts=FINEST)
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
@@ -103,7 +106,7 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)
-    yield partial(grouped, partial(_assigned, seconds=seconds, seed=seed))
+    yield partial(grouped, assigned)
     if len(problem.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
 
@@ -128,25 +131,25 @@ def _require_layers(problem: LayoutProblem) -> None:
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | None:
+def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layout | None:
     """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
     from planner.layout.cpsat import improved  # the solver takes a third of a second to load
 
     lines = lines_of(problem)
     known = Divider(problem, lines).least()
-    division = known and improved(problem, lines, known, seconds=seconds, seed=seed)
+    division = known and improved(problem, lines, known, budget.within(seconds))
     return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, apart: bool = False, parts: int = 0) -> Layout | None:
+           anywhere: bool = False, separate: bool = False, parts: int = 0) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
     found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere,
-                    apart=apart).least()
+                    separate=separate).least()
     if found is None:
         return None
-    where = " anywhere" if anywhere else " apart" if apart else ""
+    where = " anywhere" if anywhere else " separately" if separate else ""
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)

@@ -10,13 +10,13 @@ where the cluster has thousands of workers.
     load                the longest load of any worker, in ticks
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
+from planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from planner.layout.division import Divider, Division, Piece
 from planner.layout.lines import Chunk, Line, fill_idle
 from planner.layout.problem import LayoutProblem
@@ -65,30 +65,32 @@ class Assignment:
         """Ranges that all positions together may choose from."""
         return sum(len(position.hold) for kind in self._kinds for position in kind.positions)
 
-    def solve(self, seconds: float, seed: int) -> Division | None:
-        """A division with the least longest load found in the time, and of these one that moves few layers.
+    def solve(self, budget: Budget) -> Division | None:
+        """A division with the least longest load found in the budget, and of these one that moves few layers.
 
         None where nothing is better than what is known.
         """
         if not self._kinds or self.size > LARGEST_MODEL:
             return None
-        deadline = time.monotonic() + seconds
         for kind in self._kinds:
             self._ranges_hold_cells(kind)
             self._longest_load(kind)
         self._rest_fits()
         self._hint()
-        solver = _solver(seconds / 2, seed)
+        solver = _solver(budget.share(0.5))
         self._model.minimize(self._load)
-        if solver.solve(self._model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        found = solver.solve(self._model)
+        budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
+        if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         self._model.add(self._load <= solver.value(self._load))
         self._model.clear_hints()  # type: ignore[no-untyped-call]
         for variable in self._variables():
             self._model.add_hint(variable, solver.value(variable))
         self._model.minimize(self._moved())
-        second = _solver(deadline - time.monotonic(), seed)
+        second = _solver(budget)
         best = second if second.solve(self._model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else solver
+        budget.clock.count(second.deterministic_time / SOLVER_UNITS_PER_STEP)
         return self._division(best)
 
     def _equal_lines(self) -> list[tuple[int, ...]]:
@@ -96,8 +98,7 @@ class Assignment:
         problem, groups = self._problem, defaultdict(list)
         for index, line in enumerate(self._lines):
             if line.cut:
-                shape = tuple((problem.slowness(worker), problem.room_of(worker), problem.holds[worker])
-                              for worker in line.workers)
+                shape = tuple(problem.workers[worker] for worker in line.workers)
                 part = () if self._free else tuple(self._profile(index))
                 groups[shape, part].append(index)
         return [tuple(copies) for copies in groups.values()]
@@ -271,23 +272,24 @@ class Assignment:
                      for position in kind.positions)
 
 
-def _solver(seconds: float, seed: int) -> cp_model.CpSolver:
+def _solver(budget: Budget) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+        setattr(solver.parameters, name, limit)
     solver.parameters.catch_sigint_signal = False
-    solver.parameters.random_seed = seed
+    solver.parameters.random_seed = budget.seed
     solver.parameters.num_workers = 1
     return solver
 
 
-def improved(problem: LayoutProblem, lines: Sequence[Line], known: tuple[int, Division], *, seconds: float = 2.0,
-             seed: int = 0) -> Division | None:
+def improved(problem: LayoutProblem, lines: Sequence[Line], known: tuple[int, Division],
+             budget: Budget) -> Division | None:
     """A division no longer than the known (longest load, division) that moves fewer layers; None where there is none.
 
-    Within so many seconds; the same for the same seed where the solver is done before.
+    The same for the same seed where the solver is done within the budget.
     """
-    for free, share in ((True, 0.7), (False, 0.3)):
-        division = Assignment(problem, lines, known[1], known[0], free=free).solve(share * seconds, seed)
+    for free, share in ((True, 0.7), (False, 1.0)):
+        division = Assignment(problem, lines, known[1], known[0], free=free).solve(budget.share(share))
         if division is not None:
             return division
     return None

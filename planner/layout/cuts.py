@@ -7,7 +7,8 @@ import msgspec
 from planner.layout.fixed import fixed_layout
 from planner.layout.lines import Line, cut
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange, Layout
+from planner.layout.types import Layout
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 
@@ -64,7 +65,7 @@ def one_cut(problem: LayoutProblem) -> Layout | None:
              if found[columns.index(worker.column)][0] < found[columns.index(worker.column)][1]}
     path = tuple((layers, column) for layers, column in zip(found, columns, strict=True) if layers[0] < layers[1])
     idle = {worker: () for worker in problem.live if worker not in holds}
-    there = msgspec.structs.replace(problem, holds={**holds, **idle}, paths=(path,))
+    there = msgspec.structs.replace(problem.holding({**holds, **idle}), paths=(path,))
     layout = fixed_layout(there, sliced=False)
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 

@@ -1,15 +1,15 @@
 """How many micro-batches each line runs, and how those that fit on no line whole are spread over several.
 
-Every line takes as many whole micro-batches as its longest load allows. The cells of the rest are a tape, micro-batch
-after micro-batch, layers ascending. Each line that is cut anew takes one segment of it; the workers of the lines that
-keep their stages take what is left, stage by stage (the wrap-around rule of McNaughton 1959). As every worker takes
-consecutive cells, in one order of workers, no two routes pass two workers in opposite order.
+Every line takes as many whole micro-batches as its longest load allows. The cells of the rest are in one row,
+micro-batch after micro-batch, layers ascending. Each line that is cut anew takes one segment of it; the workers of the
+lines that keep their stages take what is left, stage by stage (the wrap-around rule of McNaughton 1959). As every
+worker takes consecutive cells, in one order of workers, no two routes pass two workers in opposite order.
 
 Not so `anywhere`: there a line that is cut anew first takes what the workers of each stage have no time for, so that
 loads are more even by up to a layer; with little memory, such a layout may have no order.
 
-`apart`, each of the rest has a few lines of its own that keep their stages, and the lines that are cut anew take none.
-So the lines fall into small sets that share no micro-batch, most of them alike, whose orders are soon found.
+`separate`, each of the rest has a few lines of its own that keep their stages, and the lines that are cut anew take
+none. So the lines fall into small sets that share no micro-batch, most of them alike, whose orders are soon found.
 """
 
 import itertools
@@ -20,18 +20,17 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from planner.layout.bisection import least_limit
 from planner.layout.bounds import ticks_of_work, work_bound
-from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
+from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle, least_limit
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 LEAST_SHARE = Fraction(1, 4)
-"""Of a stage, which a worker takes of a micro-batch that is spread `apart`: shorter slices wait longer than they take.
-"""
+"""Of a stage, which a worker takes of a micro-batch that is spread separately: shorter slices wait longer than they
+take."""
 TOLERANCE = 0.01
-"""By how much of the period loads may be longer than with fewer and larger sets of lines, each `apart`."""
+"""By how much of the period loads may be longer than with fewer and larger sets of lines, each `separate`."""
 Cell = tuple[int, int]
 """A layer of one of the micro-batches that run on no line whole: (item, layer)."""
 
@@ -62,11 +61,11 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True, staggered: bool = False, anywhere: bool = False, apart: bool = False) -> None:
+                 spread: bool = True, staggered: bool = False, anywhere: bool = False, separate: bool = False) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines;
-        `anywhere`: and come back to one; `apart`: few of its own."""
+        `anywhere`: and come back to one; `separate`: few of its own."""
         self._problem, self._lines = problem, tuple(lines)
-        self._spread, self._anywhere, self._apart = spread, anywhere, apart
+        self._spread, self._anywhere, self._separate = spread, anywhere, separate
         self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
@@ -92,7 +91,7 @@ class Divider:
             left -= most
         if left and not self._spread:
             return None
-        return self.complete(whole, (), [] if self._apart else self._segments(whole, left, limit), limit)
+        return self.complete(whole, (), [] if self._separate else self._segments(whole, left, limit), limit)
 
     def _with_chunks(self, division: Division, limit: int) -> Division:
         """The same with a chunk for each worker of the lines that are cut anew."""
@@ -109,7 +108,7 @@ class Divider:
         """
         items = self._problem.total_microbatches - sum(whole)
         taken = {(piece.item, layer) for piece in segments for layer in range(piece.first, piece.end)}
-        pieces = self._over_sets(whole, items, limit) if self._apart else \
+        pieces = self._over_sets(whole, items, limit) if self._separate else \
             self._over_workers(whole, items, taken, limit)
         if pieces is None:
             return None
@@ -159,15 +158,15 @@ class Divider:
         return chunk_ticks(problem, worker, dict.fromkeys(held, count)) + idle
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
-        """What each line that is cut anew takes of the tape."""
+        """What each line that is cut anew takes of the rest."""
         count = self._problem.layer_count
-        tape = ((item, layer) for item in range(items) for layer in range(count))
+        cells = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
             free = self._free(whole, limit)
             short = {cell for stage in self._problem.paths[0] for cell in self._short(items, *stage, free)}
-            left = sorted(tape, key=lambda cell: cell not in short)
+            left = sorted(cells, key=lambda cell: cell not in short)
         else:
-            left = list(islice(tape, (count - 1) * len(self._lines)))
+            left = list(islice(cells, (count - 1) * len(self._lines)))
         pieces: list[Piece] = []
         for index, line in enumerate(self._lines):
             if not line.cut:
@@ -282,8 +281,8 @@ class Divider:
 
     def _balanced(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk]:
         """The cut of a line whose longest load is least; without floating layers, where that is not above the limit."""
-        apart = partial(self._cut, floating=False)
-        cut_within = self._cut if apart(self._problem, line.workers, counts, limit) is None else apart
+        whole_layers = partial(self._cut, floating=False)
+        cut_within = self._cut if whole_layers(self._problem, line.workers, counts, limit) is None else whole_layers
         problem, slowness = self._problem, map(self._problem.slowness, line.workers)
         work = sum(ticks * count for ticks, count in zip(problem.work, counts, strict=True))
         attempt = partial(cut_within, problem, line.workers, counts)

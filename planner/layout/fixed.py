@@ -8,11 +8,12 @@ for one, and the rest in slices, as in `planner.layout.division`.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from planner.layout.bisection import least_limit
+from planner.layout.lines import least_limit
 from planner.layout.parts import Part, parts_of
 from planner.layout.problem import LayoutProblem
 from planner.layout.routes import stops_of
-from planner.layout.types import LayerRange, Layout, MicroBatch
+from planner.layout.types import Layout, MicroBatch
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 

@@ -35,7 +35,7 @@ def by_groups(problem: LayoutProblem, groups: Sequence[tuple[int, ...]],
     holds, routes, kind = {}, {}, ""
     for pipelines in groups:
         part = _part(problem, pipelines)
-        key = _key(part)
+        key = tuple(part.workers.items()), part.microbatches
         if key not in known:
             known[key] = make(part)
         layout = known[key]
@@ -103,19 +103,10 @@ def _helpers(problem: LayoutProblem, group: tuple[int, ...], most: Sequence[int]
 
 def _part(problem: LayoutProblem, pipelines: Sequence[int]) -> LayoutProblem:
     """The problem of some pipelines, numbered from 0 in this order."""
-    names = {worker: Worker(number, worker.column) for number, pipeline in enumerate(pipelines)
-             for worker in problem.live_of[pipeline]}
     return msgspec.structs.replace(
-        problem, holds={new: problem.holds[old] for old, new in names.items()},
-        per_mille={new: problem.per_mille[old] for old, new in names.items() if old in problem.per_mille},
-        room=None if problem.room is None else {new: problem.room[old] for old, new in names.items()},
-        microbatches=tuple(problem.microbatches[pipeline] for pipeline in pipelines))
-
-
-def _key(part: LayoutProblem) -> tuple[object, ...]:
-    """The same for problems that differ in the names of pipelines only."""
-    room = None if part.room is None else tuple(part.room.items())
-    return tuple(part.holds.items()), tuple(sorted(part.per_mille.items())), room, part.microbatches
+        problem, microbatches=tuple(problem.microbatches[pipeline] for pipeline in pipelines),
+        workers={Worker(number, worker.column): problem.workers[worker] for number, pipeline in enumerate(pipelines)
+                 for worker in problem.live_of[pipeline]})
 
 
 def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:

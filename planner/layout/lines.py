@@ -6,11 +6,12 @@ some micro-batches are cut before it, others after it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from planner.layout.problem import LayoutProblem
 from schedules.schedule import Worker
 
+T = TypeVar("T")
 Chunk = dict[int, int]
 """Cells of one worker: layer -> micro-batches. The layers are consecutive, ascending."""
 
@@ -88,3 +89,18 @@ def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int]
                 break
         chunks.append(chunk)
     return chunks if layer == len(counts) else None
+
+
+def least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T, within: float = 0.0) -> tuple[int, T]:
+    """The least limit from `low` + 1 to `high` for which an attempt gives something, and what it gives.
+
+    `best` is what it gives for `high`. `within`: how far from the least the answer may be, as a share of it.
+    """
+    while high - low > max(1, within * high):
+        middle = (low + high) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return high, best

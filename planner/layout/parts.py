@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 

@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from planner.layout.types import LayerRange, MicroBatch, Stop
+from planner.layout.types import Held, LiveWorker, MicroBatch, Stop
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 LayersMode = Literal["fixed", "move"]
-
-UNLIMITED = 1 << 62
 
 
 class Sums(NamedTuple):
@@ -45,16 +44,12 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """From I to W."""
     weights: tuple[int, ...] = ()
     """Memory of each layer's parameters, gradients and optimizer state; () where holding more costs no room."""
-    room: Mapping[Worker, int] | None = None
-    """For weights and activations together, of each live worker; None: unlimited."""
-    per_mille: Mapping[Worker, int] = {}
-    """Time that a live worker takes, as a multiple of the usual one; 1000 where it is not named."""
+    workers: Mapping[Worker, LiveWorker]
+    """The live workers, sorted, with what they hold now."""
     microbatches: tuple[int, ...]
     """Of each pipeline in an iteration."""
     paths: tuple[tuple[tuple[LayerRange, int], ...], ...]
     """One for each chain: the stages that its micro-batches visit, in order, as (layers, worker column)."""
-    holds: Mapping[Worker, tuple[LayerRange, ...]]
-    """What each live worker holds now. Its keys are the live workers."""
     layers: LayersMode = "fixed"
     """Whether workers may come to hold other layers."""
     from_checkpoint: bool = False
@@ -70,7 +65,17 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def live(self) -> tuple[Worker, ...]:
         """The live workers, sorted."""
-        return tuple(sorted(self.holds))
+        return tuple(self.workers)
+
+    @cached_property
+    def holds(self) -> Mapping[Worker, Held]:
+        """What each live worker holds now."""
+        return {worker: one.holds for worker, one in self.workers.items()}
+
+    def holding(self, holds: Mapping[Worker, Held]) -> "LayoutProblem":
+        """The same where live workers hold these layers now."""
+        return msgspec.structs.replace(self, workers={worker: msgspec.structs.replace(one, holds=holds[worker])
+                                                      for worker, one in self.workers.items()})
 
     @cached_property
     def live_of(self) -> tuple[tuple[Worker, ...], ...]:
@@ -92,11 +97,11 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def slowness(self, worker: Worker) -> int:
         """Per mille of the usual time that this worker takes."""
-        return self.per_mille.get(worker, 1000)
+        return self.workers[worker].per_mille
 
     def room_of(self, worker: Worker) -> int:
         """Memory of this worker; where it is unlimited, more than anything needs."""
-        return self.room[worker] if self.room is not None else UNLIMITED
+        return self.workers[worker].room
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
         """Ticks of F, I and W of these layers on a worker; each op is rounded up by itself."""
@@ -115,27 +120,27 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def weight(self, layer: int) -> int:
         """Memory of a layer's parameters; 0 where memory is unlimited."""
-        return self.weights[layer] if self.weights and self.room is not None else 0
+        return self.weights[layer] if self.weights and self.activation else 0
 
     def stagger(self, first: int, last: int) -> int:
         """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
 
-        As long as the stages' reductions are apart: a slice over both is done before the first of them, and its worker
-        then waits for the second.
+        So far apart are their reductions: a slice over both is done before the first of them, and its worker then waits
+        for the second.
         """
         return self._staggered[last] - self._staggered[first]
 
     @cached_property
     def _staggered(self) -> tuple[int, ...]:
         """[layer] ticks from the start of the first stage to that of the stage that holds it."""
-        apart = [0] * (self.layer_count + 1)
+        between = [0] * (self.layer_count + 1)
         for (low, high), _ in self.paths[0]:
-            apart[high] += self.transfer + self.sums.forward[high] - self.sums.forward[low]
-        return tuple(accumulate(apart))
+            between[high] += self.transfer + self.sums.forward[high] - self.sums.forward[low]
+        return tuple(accumulate(between))
 
     def most(self, layer: int) -> int:
         """The most that a micro-batch ever holds of a layer: its activation, or after its I its stash."""
-        return max(self.activation[layer], self.weight_stash[layer]) if self.activation and self.room is not None else 0
+        return max(self.activation[layer], self.weight_stash[layer]) if self.activation else 0
 
     def layers_held(self, worker: Worker) -> tuple[int, ...]:
         """The layers that a worker holds now, ascending."""

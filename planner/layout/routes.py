@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from planner.layout.division import Division
 from planner.layout.lines import Line
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import LayerRange, Layout, MicroBatch, Route, Stop
+from planner.layout.types import Layout, MicroBatch, Route, Stop
+from schedules.layers import LayerRange, joined_ranges
 from schedules.schedule import Worker
 
 GOLDEN = 0.6180339887498949
@@ -108,15 +109,6 @@ def _holds(problem: LayoutProblem, lines: Sequence[Line],
     for route in routes.values():
         for stop in route:
             run[stop.worker].update(range(*stop.layers))
-    return {worker: ranges(run[worker]) if worker in anew else problem.holds[worker] for worker in problem.live}
+    return {worker: joined_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
+            problem.holds[worker] for worker in problem.live}
 
-
-def ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
-    """Layers as ascending, disjoint ranges that do not touch."""
-    found: list[LayerRange] = []
-    for layer in sorted(layers):
-        if found and found[-1][1] == layer:
-            found[-1] = (found[-1][0], layer + 1)
-        else:
-            found.append((layer, layer + 1))
-    return tuple(found)

@@ -5,10 +5,24 @@ from typing import NamedTuple
 
 import msgspec
 
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
-LayerRange = tuple[int, int]
-"""Consecutive layers, half-open: [first, end)."""
+Held = tuple[LayerRange, ...]
+"""What a worker holds: ascending ranges that do not touch."""
+UNLIMITED = 2**40
+"""Room of a worker where memory is unlimited."""
+
+
+class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """All that planning knows of a live worker: two that are equal may change places."""
+
+    per_mille: int = 1000
+    """Time of its compute ops as a multiple of the usual one: 1000 is normal, 2000 half speed."""
+    room: int = UNLIMITED
+    """Memory for weights and activations together."""
+    holds: Held
+    """Its layers: now, or in a layout."""
 
 
 class MicroBatch(NamedTuple):

@@ -2,18 +2,16 @@
 
     ticks          from the user's units to whole numbers
     problem        what is fixed: grid, live workers, durations, memory
-    from_job       the problem of a job with its failures, of whole stages
-    for_layout     what layouts are made for
-    from_layout    the same where a layout says who holds which layers, and the routes
+    holdings       who holds which layers, and what follows from it
+    from_job       a job with its failures: what layouts are made for, and the problem of one; in place, or moved
     solution       what is decided: the host of every unit, the start of every op
     bounds         proven lower bounds on the period
     shared_bounds  the same where live holders share all micro-batches
     layout_bound   the same for one layout
     whole_lines    and for workers that run the same whole micro-batches
+    unions         what is joined by pairs
     decompose      divides a problem into pieces that can be solved apart
-    components     the pieces where a layout says who runs what
     arrays         a problem with an assignment as arrays of integers
     start_times    from an order of ops to start times and the period
-    closing        the all-reduces and optimizer steps that end an iteration
     assemble       from solved pieces to a schedule
 """

@@ -65,7 +65,7 @@ class Ops(NamedTuple):
 
 
 class Reductions(NamedTuple):
-    """Layers whose gradients are reduced together, where layers are not held by column. -1 behind the last."""
+    """Layers whose gradients are reduced together, where groups share some; else none. -1 behind the last."""
 
     sharers: Ints
     """[reduction, number] the groups that hold these layers"""
@@ -163,15 +163,15 @@ class ProblemArrays:
 
 
 def reductions_of(problem: Problem) -> Reductions:
-    """Of a problem with holdings; of others, none."""
-    given = problem.reductions
-    ticks = dict(reversed(list(zip(problem.layers_of, problem.times.all_reduce, strict=True))))
+    """Of a problem in which groups share some; of others none, as they are part of `Problem.tail`."""
+    given = problem.reductions if problem.linking else ()
     of_group: list[list[int]] = [[] for _ in problem.linked]
     for number, (_, groups) in enumerate(given):
         for group in groups:
             of_group[group].append(number)
     return Reductions(
-        sharers=padded([groups for _, groups in given]), ticks=ints([ticks[layers] for layers, _ in given]),
+        sharers=padded([groups for _, groups in given]),
+        ticks=ints([problem.reduction_ticks(layers) for layers, _ in given]),
         between=padded(of_group),
         awaiting=padded([[number for number, ((low, high), _) in enumerate(given) if low < end and first < high]
                          for first, end in problem.layers_of]))

@@ -8,11 +8,10 @@ import numpy as np
 from planner.layout.types import MicroBatch
 from planner.model import start_times
 from planner.model.arrays import Ints, ProblemArrays
-from planner.model.closing import closing_key, closing_programs
 from planner.model.decompose import NOBODY, Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
-from schedules.schedule import Program, ProgramOp, Schedule, Seat, Status, Worker
+from schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
@@ -109,7 +108,7 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                     method=method)
 
 
-def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker, Program]:
+def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those that are equal in several copies are one object."""
     piece, arrays = timed.piece, timed.arrays
     kinds, row_of = piece.problem.kinds, timed.arrays.ops.worker.tolist()
@@ -153,9 +152,9 @@ def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[Micro
 
 
 def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
-            closing: Mapping[int, Program]) -> tuple[Program, Sequence[int]]:
+            closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
     """The compute ops of a worker, with the closing ops behind those that end before them; and where each now is."""
-    last = closing[closing_key(problem, worker)]
+    last = closing[problem.group(worker)]
     if not problem.interleaved:
         return (*body, *last), range(len(body))
     program: list[ProgramOp] = []
@@ -192,3 +191,39 @@ def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[
             known[id(program)] = index.setdefault(program, len(index))
         seats.append(Seat(worker, worker, known[id(program)], problem.elsewhere(worker)))
     return tuple(seats), tuple(index)
+
+
+# --- The ops that end an iteration ------------------------------------------------------------------------------------
+
+
+def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
+    """[group] the closing ops: reductions in the order in which they begin, the same on all workers that share them;
+    those that take no time before others.
+
+    `ends`: [group] when its last compute op ends. `begins`: [reduction] when it begins, where groups share some; else
+    each follows the last compute op of its group, and those before. With a synchronous optimizer, the step comes not
+    before the last compute op of the whole job.
+    """
+    ready = [max(begins, default=0)] * len(ends)  # of workers that hold nothing
+    ticks = [problem.reduction_ticks(layers) for layers, _ in problem.reductions]
+    if not problem.linking:
+        begins, ready = _in_turn(problem, ends, ticks)
+    bodies: list[list[ProgramOp]] = [[] for _ in ends]
+    for begin, taken, (layers, groups) in sorted(zip(begins, ticks, problem.reductions, strict=True)):
+        for group in groups:
+            bodies[group].append(ProgramOp(OpKind.A, problem.number_of[layers], None, begin))
+            ready[group] = begin + taken
+    return [(*body, _step(problem, clock, ends)) for body, clock in zip(bodies, ready, strict=True)]
+
+
+def _in_turn(problem: Problem, ends: Sequence[int], ticks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """[reduction] when it begins where no groups share any, and [group] when the last of its own is done."""
+    clock, begins = list(ends), []
+    for taken, (_, (group,)) in zip(ticks, problem.reductions, strict=True):
+        begins.append(clock[group])
+        clock[group] += taken
+    return begins, clock
+
+
+def _step(problem: Problem, ready: int, ends: Sequence[int]) -> ProgramOp:
+    return ProgramOp(OpKind.O, None, None, max(ready, *ends) if problem.optimizer == "synchronous" else ready)

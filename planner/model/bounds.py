@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from planner.layout.types import UNLIMITED
 from planner.model.drain import Room, most_left
-from planner.model.problem import UNLIMITED, Problem
+from planner.model.problem import Problem
 from planner.model.shared_bounds import Named, shared_bounds
 from schedules.schedule import OpKind
 
@@ -30,7 +31,7 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
 
 def exact_bound(problem: Problem) -> Named:
     """The same, exactly: the times of schedules with slices need not be whole numbers of the problem's ticks."""
-    if problem.holdings is not None:
+    if problem.routes is not None:
         return Fraction(problem.least), "the work of all layers that workers share"
     if problem.sharing:
         return max(shared_bounds(problem), key=lambda bound: bound[0])
@@ -212,7 +213,7 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     tell whether it is possible at all.
     """
     grid = problem.grid
-    own = not (problem.failed or problem.times.slow or problem.sharing) and problem.routes is None
+    own = not (problem.failed or problem.slow or problem.sharing) and problem.routes is None
     if not own or grid.chains > 1 or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)
@@ -336,7 +337,7 @@ def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
 def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
     """The most that this op takes on any live worker of the stage."""
     holders = problem.holders[stage]
-    return max(problem.cost(kind, stage, host) for host in (holders if problem.times.slow else holders[:1]))
+    return max(problem.cost(kind, stage, host) for host in (holders if problem.slow else holders[:1]))
 
 
 def _stashed(problem: Problem, stage: int, count: int) -> int:

@@ -1,12 +1,19 @@
-"""From a job with its failures to the problem of its whole stages, in ticks."""
+"""From a job with its failures to a problem in ticks: of its whole stages in place, or of another layout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+import msgspec
+
 from planner.job.file import Job
+from planner.job.layers import layer_costs
 from planner.job.shared_state import with_shared_state
-from planner.model.problem import NoPlanError, Problem
+from planner.layout.problem import LayersMode, LayoutProblem
+from planner.layout.types import Held, Layout
+from planner.model.holdings import held_problem, in_place, live_workers, reductions_of
+from planner.model.problem import Leg, NoPlanError, Problem
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
+from schedules.layers import LayerRange
 from schedules.schedule import BackwardMode, Grid, OptimizerMode, VirtualStage, Worker
 
 
@@ -24,11 +31,75 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     tick = tick_of(job)
     if sharing is None:
         sharing = bool(failed or job.time.slow or len(set(job.microbatches)) > 1)
-    problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
-                      memory=memory_in_units(job), failed=frozenset(failed), backward=backward, optimizer=optimizer,
-                      sharing=sharing, parts=_parts(job) if sharing and sliced else ())
+    problem = held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
+                           memory=memory_in_units(job), holds=in_place(grid, failed), backward=backward,
+                           optimizer=optimizer, sharing=sharing, parts=_parts(job) if sharing and sliced else ())
     _require_feasible(problem)
     return problem
+
+
+def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
+                   layers: LayersMode = "fixed", from_checkpoint: bool = False,
+                   sliced: bool = True, holds: Mapping[Worker, Held] | None = None) -> LayoutProblem:
+    """The same ticks and memory units as in the problem of a layout (`problem_of_layout`).
+
+    `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
+    Raises JobError where a stage has no layer, NoPlanError where no worker is left.
+    """
+    job = with_shared_state(job, failed)
+    grid, costs = grid_of(job), layer_costs(job)
+    single = tuple((layer, layer + 1) for layer in range(len(costs.forward)))
+    tick, stages = tick_of(job, costs), len(grid.stages)
+    times, memory = times_in_ticks(job, grid, tick, costs, single), memory_in_units(job, costs, single)
+    live = [worker for worker in grid.workers() if worker not in set(failed)]
+    if not live:
+        raise NoPlanError("all workers are down")
+    return LayoutProblem(
+        forward=times.forward[stages:], backward_input=times.backward_input[stages:],
+        backward_weight=times.backward_weight[stages:], transfer=times.transfer,
+        optimizer=tuple(round(value / tick) for value in costs.optimizer), all_reduce=times.all_reduce[stages:],
+        activation=memory.activation[stages:] if memory else (),
+        weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
+        weights=memory.weights if memory else (), workers=live_workers(grid, times, memory, {
+            worker: (holds or {}).get(worker, grid.held_by_column[worker.column]) for worker in live}),
+        microbatches=grid.microbatches, layers=layers,
+        from_checkpoint=from_checkpoint, sliced=sliced,
+        paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
+                    for chain in range(grid.chains)))
+
+
+def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",
+                      optimizer: OptimizerMode = "staggered", least: int = 0) -> Problem:
+    """The problem of a layout: who holds what and the routes are given, the order in time is open.
+
+    In ticks that are fine enough for single layers; `least` is a bound in these. Raises JobError where a stage has no
+    layer.
+    """
+    job = with_shared_state(job, failed)
+    grid, costs = grid_of(job), layer_costs(job)
+    tick = tick_of(job, costs)
+    reduced = (layers for layers, _ in reductions_of(grid, tuple(set(layout.holds.values()))))
+    number = _numbers(grid, layout, reduced)
+    slices = tuple(number)[len(set(grid.layers_by_stage)):]
+    times = msgspec.structs.replace(
+        times_in_ticks(job, grid, tick, costs, slices),
+        optimizer_of_layer=tuple(round(value / tick) for value in costs.optimizer))
+    routes = {batch: tuple(Leg(number[stop.layers], stop.worker) for stop in route)
+              for batch, route in layout.routes.items()}
+    return held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times,
+                        memory=memory_in_units(job, costs, slices), holds=layout.holds, backward=backward,
+                        optimizer=optimizer, sharing=True, slices=slices, routes=routes, least=least)
+
+
+def _numbers(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:
+    """The number of each slice: that of the first stage with the same layers, or one beyond the stages."""
+    number: dict[LayerRange, int] = {}
+    for stage, layers in enumerate(grid.layers_by_stage):
+        number.setdefault(layers, stage)
+    used = {stop.layers for route in layout.routes.values() for stop in route} | set(reduced)
+    for index, layers in enumerate(sorted(used - set(number))):
+        number[layers] = len(grid.stages) + index
+    return number
 
 
 def grid_of(job: Job) -> Grid:

@@ -22,9 +22,8 @@ least values of all others follow. Where they put it off beyond 0, no schedule h
 """
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.model.problem import Leg, Problem, Unit
@@ -76,6 +75,11 @@ def _by_worker(route: Sequence[_Stop]) -> tuple[_Stop, ...]:
     return tuple(found)
 
 
+def can_bound(problem: Problem) -> bool:
+    """Whether a problem has such a bound."""
+    return problem.routes is not None and problem.optimizer == "staggered" and not any(problem.times.all_reduce)
+
+
 class LayoutBound:
     """The bound of the pieces of a problem with a layout, staggered, with reductions that take no time."""
 
@@ -96,15 +100,15 @@ class LayoutBound:
             self._read(number, piece, hosts[number] if hosts else None)
         self._sharers = [[place for place in self._work if self._group(pieces, place) in groups]
                          for _, groups in self._problem.reductions]
-        self._step = {place: (pieces[place[0]].holdings or {})[place[1]].step for place in self._work}
+        self._step = {place: pieces[place[0]].step(place[1]) for place in self._work}
         self._starts = {route[0].place for route in self._routes}
 
-    def period(self, low: int, high: int, deadline: float = math.inf) -> int:
+    def period(self, low: int, high: int, over: Callable[[], bool] = lambda: False) -> int:
         """The least period from `low` to `high` that is not excluded, to a thousandth.
 
-        Less where a time.monotonic(), the deadline, is over before.
+        Less where the time for it is `over` before.
         """
-        while high - low > max(1, low // 1000) and time.monotonic() < deadline:
+        while high - low > max(1, low // 1000) and not over():
             middle = (low + high) // 2
             if self.excludes(middle):
                 low = middle + 1

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.layout.types import LayerRange, MicroBatch
+from planner.layout.types import Held, LiveWorker, MicroBatch
+from planner.model.unions import joined
+from schedules.errors import NoScheduleError
+from schedules.layers import LayerRange, total
 from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
 
-UNLIMITED = 2**40
-"""Room of a worker where memory is unlimited."""
 
-
-class NoPlanError(Exception):
+class NoPlanError(NoScheduleError):
     """No schedule can exist; the message says why."""
 
 
@@ -35,19 +35,8 @@ class Leg(NamedTuple):
     worker: Worker
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a live worker holds, where that does not follow from its column."""
-
-    room: int
-    """Memory for activations."""
-    step: int
-    """Ticks of the optimizer step."""
-    group: int
-    """The same for all workers that hold the same layers; see `Problem.groups`."""
-
-
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A job with its failures. Layers are held by column, unless there are `holdings`."""
+    """A job with its failures, and a layout: who holds which layers, what a micro-batch passes."""
 
     name: str
     tick_seconds: float
@@ -55,8 +44,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     times: Times
     """By slice, stages first; so is `memory`."""
     memory: Memory | None
-    failed: frozenset[Worker]
-    """Workers that are down."""
+    workers: Mapping[Worker, LiveWorker]
+    """The live workers, sorted; the others of the grid are down."""
+    groups: tuple[Held, ...]
+    """The layers that the workers of each group hold."""
+    reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...]
+    """Layers whose gradients are reduced together, ascending, and the groups that hold them."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
@@ -72,19 +65,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Those beside the stages, which have the next numbers."""
     routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
     """The slices that each micro-batch passes, in order; None: the stages of its chain."""
-    holdings: Mapping[Worker, Holding] | None = None
-    """By live worker; None: the stages of its column."""
-    groups: tuple[tuple[LayerRange, ...], ...] = ()
-    """With holdings: the layers that the workers of each group hold."""
-    reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...] = ()
-    """With holdings: layers whose gradients are reduced together, and the groups that hold them."""
     least: int = 0
-    """With holdings: no period is shorter, whatever the layout; in ticks."""
+    """With routes: no period is shorter, whatever the layout; in ticks."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
         """The workers that are not down, sorted."""
-        return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
+        return tuple(self.workers)
+
+    @cached_property
+    def failed(self) -> frozenset[Worker]:
+        """The workers that are down."""
+        return frozenset(worker for worker in self.grid.workers() if worker not in self.workers)
+
+    @cached_property
+    def slow(self) -> bool:
+        """Whether some live worker takes another time than the usual one."""
+        return any(worker.per_mille != 1000 for worker in self.workers.values())
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
@@ -94,12 +91,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def tied(self) -> tuple[int, ...]:
         """For each column, the first of those whose workers reduce gradients together; with one chain, itself."""
-        first = list(range(self.grid.columns))
-        for index, column in enumerate(self.column_of):
-            original = self.column_of[self.grid.original(index)]
-            low, high = sorted((first[original], first[column]))
-            first = [low if group == high else group for group in first]
-        return tuple(first)
+        return tuple(joined(self.grid.columns, ((column, self.column_of[self.grid.original(stage)])
+                                                for stage, column in enumerate(self.column_of))))
 
     @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
@@ -138,24 +131,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders(self) -> tuple[tuple[Worker, ...], ...]:
-        """[slice] the live workers that hold it, sorted."""
-        if self.holdings is None:
-            by_column = [tuple(Worker(pipeline, column) for pipeline in live)
-                         for column, live in enumerate(self.live_by_column)]
-            return tuple(by_column[column] for column in self.column_of)
-        members: dict[int, list[Worker]] = {group: [] for group in range(len(self.groups))}
+        """[slice] the live workers that hold it, sorted; without routes, those of its stage's column."""
+        members: list[list[Worker]] = [[] for _ in self.groups]
         for worker in self.live:
-            members[self.holdings[worker].group].append(worker)
-        return tuple(tuple(sorted(worker for group, held in enumerate(self.groups)
-                                  if any(low <= first and end <= high for low, high in held)
-                                  for worker in members[group]))
-                     for first, end in self.layers_of)
+            members[self.group(worker)].append(worker)
+        found = [sorted(worker for group, held in enumerate(self.groups)
+                        if any(low <= first and end <= high for low, high in held) for worker in members[group])
+                 for first, end in self.layers_of]
+        if self.routes is None:
+            found = [[worker for worker in workers if worker.column == column]
+                     for column, workers in zip(self.column_of, found, strict=True)]
+        return tuple(map(tuple, found))
 
     @property
     def unequal_time(self) -> bool:
         """Whether some live workers have less time for their own micro-batches than others, which may run them, have
         for theirs."""
-        return self.sharing and (bool(self.times.slow) or len(set(self.grid.microbatches)) > 1)
+        return self.sharing and (self.slow or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """The workers that may run this slice of this pipeline's micro-batches. On fixed routes, none but those there.
@@ -174,7 +166,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def cost(self, kind: OpKind, slice_: int, worker: Worker) -> int:
         """Ticks of a compute op or A of this slice on a worker."""
-        return self.usual(kind, slice_) if not self.times.slow else self.times.duration_ticks(kind, slice_, worker)
+        if kind is OpKind.A or not self.slow:
+            return self.usual(kind, slice_)
+        if kind is OpKind.B:
+            return self.cost(OpKind.I, slice_, worker) + self.cost(OpKind.W, slice_, worker)
+        return -(-self.usual(kind, slice_) * self.workers[worker].per_mille // 1000)
 
     def usual(self, kind: OpKind, slice_: int) -> int:
         """Ticks of a compute op or A of this slice on a worker that takes the usual time."""
@@ -189,7 +185,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def fastest(self, kind: OpKind, slice_: int) -> int:
         """The least that this op takes on any live worker that holds the slice."""
         holders = self.holders[slice_]
-        return min(self.cost(kind, slice_, worker) for worker in (holders if self.times.slow else holders[:1]))
+        return min(self.cost(kind, slice_, worker) for worker in (holders if self.slow else holders[:1]))
 
     def hop(self, worker: Worker, other: Worker) -> int:
         """Ticks a tensor needs from one worker to another: 0 where they are the same."""
@@ -249,19 +245,35 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def room(self, worker: Worker) -> int:
         """Memory for activations on a live worker."""
-        if self.memory is None:
-            return UNLIMITED
-        return self.memory.capacity[worker.column] if self.holdings is None else self.holdings[worker].room
+        one = self.workers[worker]
+        return one.room - self._beside[one.holds]
+
+    @cached_property
+    def _beside(self) -> Mapping[Held, int]:
+        """Memory of the weights of each group's layers."""
+        before = self.memory.weights_before if self.memory and self.memory.weights else ()
+        return {held: total(before, held) if before else 0 for held in self.groups}
 
     def group(self, worker: Worker) -> int:
-        """The same for workers that have the same deadline: those that reduce all their gradients together."""
-        return self.tied[worker.column] if self.holdings is None else self.holdings[worker].group
+        """The same for workers that have the same deadline: those that hold the same layers."""
+        return self._number[self.workers[worker].holds]
+
+    @cached_property
+    def _number(self) -> Mapping[Held, int]:
+        return {held: number for number, held in enumerate(self.groups)}
+
+    def step(self, worker: Worker) -> int:
+        """Ticks of the optimizer step of a live worker."""
+        held, usual = self.workers[worker].holds, self.grid.held_by_column
+        if held == usual[worker.column]:
+            return self.times.optimizer[worker.column]
+        # Layers may be rounded otherwise than the stages that they are of.
+        return self.times.optimizer[usual.index(held)] if held in usual else \
+            sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
         """[group] those that reduce some gradients with it, itself included: its window ends with the last of them."""
-        if self.holdings is None:
-            return tuple((group,) for group in range(self.grid.columns))
         found: list[set[int]] = [{group} for group in range(len(self.groups))]
         for _, groups in self.reductions:
             for group in groups:
@@ -269,38 +281,49 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(tuple(sorted(groups)) for groups in found)
 
     @cached_property
+    def linking(self) -> bool:
+        """Whether groups share reductions. Where none do, each reduces its gradients after its last compute op."""
+        return any(len(groups) > 1 for _, groups in self.reductions)
+
+    @cached_property
+    def number_of(self) -> Mapping[LayerRange, int]:
+        """The number of each slice, by its layers; of copies, that of the first."""
+        return {layers: number for number, layers in reversed(list(enumerate(self.layers_of)))}
+
+    def reduction_ticks(self, layers: LayerRange) -> int:
+        """Ticks of the reduction of these layers."""
+        return self.times.all_reduce[self.number_of[layers]]
+
+    @cached_property
     def interleaved(self) -> bool:
         """Whether a worker may reduce some of its layers, done early, between compute ops of the others.
 
         Only where reductions take no time: else they would take that of all holders at once.
         """
-        return self.holdings is not None and self.optimizer == "staggered" and not any(self.times.all_reduce)
+        return self.linking and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def tail(self, worker: Worker) -> int:
         """Ticks from the end of a live worker's group to that of its window: the optimizer step.
 
-        Where layers are held by column, which end with their compute ops, the all-reduces besides.
+        Where no groups share reductions, which then end with their compute ops, its reductions besides.
         """
-        return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].step
+        return self.step(worker) + (0 if self.linking else self._reducing[self.group(worker)])
+
+    @cached_property
+    def _reducing(self) -> tuple[int, ...]:
+        """[group] ticks of its reductions."""
+        return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.reductions if group in groups)
+                     for group in range(len(self.groups)))
 
     def elsewhere(self, worker: Worker) -> tuple[LayerRange, ...] | None:
         """The layers that a live worker holds; None where they are those of its column."""
-        if self.holdings is None:
-            return None
-        held = self.groups[self.holdings[worker].group]
-        return None if held == self.held_by_column[worker.column] else held
-
-    @cached_property
-    def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """[column] the layers of its stages: ascending ranges that do not touch."""
-        return tuple(merged(self.grid.layers_of(stage) for stage in self.grid.stages_of(column))
-                     for column in range(self.grid.columns))
+        held = self.workers[worker].holds
+        return None if held == self.grid.held_by_column[worker.column] else held
 
     @property
     def longest_step(self) -> int:
         """Ticks of the longest optimizer step."""
-        return max(self.times.optimizer) if self.holdings is None else \
-            max(holding.step for holding in self.holdings.values())
+        return max(map(self.step, self.workers))
 
     def column_tail(self, column: int) -> int:
         """`tail` of a worker that holds the stages of its column."""
@@ -319,14 +342,3 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         units = self.grid.total_microbatches * self.grid.depth if self.routes is None else \
             sum(map(len, self.routes.values()))
         return units * len(self.kinds)
-
-
-def merged(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """Ascending ranges that do not touch."""
-    found: list[LayerRange] = []
-    for first, end in sorted(set(ranges)):
-        if found and found[-1][1] >= first:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((first, end))
-    return tuple(found)

@@ -106,8 +106,7 @@ def _group_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     grid = problem.grid
     work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in grid.stages_of(column))
-    per_mille = problem.times.per_mille_of
-    slowness = (per_mille.get(Worker(pipeline, column), 1000) for column in columns
+    slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
                 for pipeline in problem.live_by_column[column])
     return ticks_of_work(work, slowness) + min(map(problem.column_tail, columns))
 
@@ -137,10 +136,10 @@ def _cells(problem: Problem, stage: int, worker: Worker) -> _Cells:
 
 def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:
     """How many holders of a stage run its cells in which times."""
-    column, per_mille = problem.column_of[stage], problem.times.per_mille_of
+    column = problem.column_of[stage]
     workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
-    speeds = Counter(per_mille.get(worker, 1000) for worker in workers)
-    one = {per_mille.get(worker, 1000): worker for worker in workers}
+    speeds = Counter(problem.workers[worker].per_mille for worker in workers)
+    one = {problem.workers[worker].per_mille: worker for worker in workers}
     found: Counter[_Cells] = Counter()
     for slow, number in speeds.items():
         found[_cells(problem, stage, one[slow])] += number

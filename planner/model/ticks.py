@@ -8,8 +8,8 @@ import msgspec
 
 from planner.job.file import Job
 from planner.job.layers import LayerCosts, exact
-from planner.layout.types import LayerRange
 from schedules.costs import Room
+from schedules.layers import LayerRange
 from schedules.schedule import Grid, Memory, Slow, Times
 
 FINEST = 10**6

@@ -48,6 +48,6 @@ def _line(piece: Problem, route: Route, count: int) -> WholeLine:
         back = 0 if after is None else piece.cost(piece.gradient_kind, after.slice, after.worker) \
             + 2 * piece.hop(leg.worker, after.worker)
         fills.append(Fill(forward, most, back))
-        step = (piece.holdings or {})[leg.worker].step
+        step = piece.step(leg.worker)
         busy.append(count * (forward + gradient + sum(weight)) + step)
     return WholeLine(tuple(fills), tuple(busy))

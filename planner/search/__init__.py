@@ -1,9 +1,10 @@
 """Searches for the best solution of a problem within a budget.
 
-    solve             the steps, one after the other
-    steps/            each step: bound, list schedules, find, anneal, prove
-    incumbent         what is passed from step to step: the best so far, and the bound
-    budget            what a step may use: time, a seed, a way to be stopped
+    engine            candidates are ordered, the promising ones improved, the best one proven
+    proposals         the candidates: a problem with layers in place, and layouts
+    incumbent         a candidate: its pieces, the best solution of each so far, the bound
+    bound, list_schedules, anneal, prove
+                      what is done to a candidate, within a budget
     assignment        which peers run the micro-batches of dead and of slow workers
     set_aside         memory that a list scheduler keeps free, so that it never gets stuck
     list_scheduler    one list schedule, by one dispatch rule

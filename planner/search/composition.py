@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.start_times import NEVER, earliest, late_ends, latest, reduced
+from planner.model.unions import joined
 
 SHIFTS = (-64, -32, -16, -8, 8, 16, 32, 64)
 """By how much a set is shifted at once, in 64ths of a mean op and its transfer."""
@@ -115,16 +116,7 @@ class Composition:
 
 def _independent(arrays: ProblemArrays) -> list[Ints]:
     """Sets of workers (rows) that run something, those together that share a micro-batch."""
-    above = list(range(len(arrays.workers)))
-
-    def top(row: int) -> int:
-        while above[row] != row:
-            above[row] = row = above[above[row]]
-        return row
-
     worker, same = arrays.ops.worker, [one[1:] == other[1:] for one, other in pairwise(arrays.units)]
     pairs = np.stack([worker[:-1], worker[1:]])[:, same]
-    for row, other in np.unique(pairs, axis=1).T.tolist():
-        above[top(row)] = top(other)
-    tops = np.array([top(row) for row in range(len(above))])
+    tops = np.array(joined(len(arrays.workers), np.unique(pairs, axis=1).T.tolist()))
     return [np.flatnonzero((tops == one) & (arrays.load > 0)) for one in np.unique(tops[arrays.load > 0]).tolist()]

@@ -1,5 +1,6 @@
 """Where the period is above the bound: whether more time is likely to help."""
 
+from planner.budget import Clock
 from planner.search.incumbent import Incumbent
 
 STALE = 0.5
@@ -8,7 +9,7 @@ FEWEST_CYCLES = 3
 """Cooling cycles without which the plan is the likely cause of a gap."""
 
 
-def evidence(known: Incumbent, seconds: float) -> str:
+def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
     """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
     """
     bound = f"the bound counts {known.bound_counts}"
@@ -17,6 +18,6 @@ def evidence(known: Incumbent, seconds: float) -> str:
     steps, stale = known.annealing.steps, known.annealing.stale
     tried = f"{steps:,} orders were tried"
     if stale > STALE and known.annealing.cycles >= FEWEST_CYCLES:
-        return f"no improvement for the last {stale * seconds:.2g} s ({tried}): this is probably close to the best, " \
-               f"and the bound a little low; {bound}"
-    return f"still improving when the time was up ({tried}): try 5 times the --time-limit; {bound}"
+        return f"no improvement for the last {clock.described(stale * seconds)} ({tried}): this is probably close to " \
+               f"the best, and the bound a little low; {bound}"
+    return f"still improving when the time was up ({tried}): try 5 times the limit; {bound}"

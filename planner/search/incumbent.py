@@ -21,8 +21,11 @@ class AnnealingEffort(msgspec.Struct, frozen=True):
     """Cooling cycles."""
 
 
-class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
-    """The pieces of a problem, the best solution of each so far, and the proven bound. Periods are in ticks."""
+class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A candidate: the pieces of a problem, the best solution of each so far, and the proven bound.
+
+    Periods are in ticks.
+    """
 
     problem: Problem
     pieces: tuple[Piece, ...]
@@ -39,6 +42,33 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Sequence[int] | None = None
     """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
     annealing: AnnealingEffort | None = None
+    moved: int = 0
+    """Memory of the layers that workers receive; where the job gives no weights, their number."""
+    least: int = 0
+    """No order of its routes has a shorter period (`planner.model.layout_bound`)."""
+    gained: float = 0.0
+    """Seconds, by annealing in its last turn."""
+
+    @property
+    def seconds(self) -> float:
+        """Its period."""
+        return self.period * self.problem.tick_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """What no order of its routes is shorter than."""
+        return self.least * self.problem.tick_seconds
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
+        return self.seconds, self.moved, self.problem.operations
+
+    def expected(self, again: float) -> tuple[float, int, int]:
+        """As `rank`, of the period that is expected of more annealing, which gains again what it gained in its last
+        turn so often: no less than its own bound."""
+        least = min(self.seconds, self.least_seconds)
+        return max(least, self.seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operations(self) -> int:

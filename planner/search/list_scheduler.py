@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.layout.types import UNLIMITED
 from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.problem import UNLIMITED, Problem
+from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import timed
 from planner.search.set_aside import set_aside
@@ -132,7 +133,7 @@ class ListScheduler:
         for first in self._first:
             done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
         if done < len(order):
-            assert self.arrays.problem.holdings is not None, "list scheduler left ops out"
+            assert self.arrays.problem.routes is not None, "list scheduler left ops out"
             raise StuckError
         return order
 

@@ -5,36 +5,32 @@ A step changes the dispatch rule, or who of its peers runs which micro-batches o
 
 import itertools
 import random
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.budget import (
+    LIST_SCHEDULE_STEPS,
+    LIST_SCHEDULE_STEPS_PER_OP,
+    SCHEDULER_STEPS_PER_OP,
+    Budget,
+)
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
+from planner.params import DEFAULTS, ListParams
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
 from planner.search.composition import Composition
 from planner.search.dispatch_rules import changed, grid, shortlist
 from planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
 
-OPS_PER_SEARCH = 20_000_000
-"""Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
-QUICK = 20_000
-"""Compute ops up to which baselines are tried when the time is over, too."""
-FEWEST_STEPS, MOST_STEPS = 8, 1000
-BEGINS, STALE_STEPS, FRUITLESS_WALKS = 4, 150, 10
-"""Rules at which walks begin; random steps in a row that find nothing better, after which the next walk begins; walks
-in a row, after which none does."""
-GRID_SHARE = 0.3
-"""Share of the time for the grid, where the steps after it may change the assignment."""
-ASSIGNMENT_STEPS = 0.5
-"""Share of the steps that change the assignment."""
+RULES, STEPS, ASSIGNMENTS = (
+    f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
+"""What is tried, for the tally."""
 Tell = Callable[[int], None]
 
 
@@ -50,30 +46,33 @@ class _Tried(NamedTuple):
 class _Best:
     """The best plan so far, and the dispatch rules that random steps start from."""
 
-    def __init__(self, problem: Problem, bound: int, deadline: float, tell: Tell,
-                 stop: threading.Event) -> None:
+    def __init__(self, problem: Problem, bound: int, budget: Budget, tell: Tell) -> None:
         self.problem = problem
-        self._began, self._deadline = time.monotonic(), max(deadline, time.monotonic() + 1e-9)
-        self._stop = stop
+        self._budget, self._clock = budget, budget.clock
+        self._began = self._clock.now()
+        self._deadline = max(budget.deadline, self._began + 1e-9)
         self._bound = bound
         self._tell = tell
         self._slowest = 0.0
         self._composition: Composition | None = None
         self.at: _Tried | None = None
-        """Where the present walk is."""
+        """Where the random steps are."""
         self.period: int | None = None
         self.found: Solution | None = None
 
-    def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> _Tried | None:
-        """Try a dispatch rule; go on from it where it is no worse than that of the present walk. None: it is stuck."""
-        began = time.monotonic()
+    def offer(self, scheduler: ListScheduler, rule: DispatchRule, why: str) -> _Tried | None:
+        """Try a dispatch rule, and count that as `why`; go on from it where it is no worse. None: it is stuck."""
+        began, before = self._clock.now(), self.period
+        self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
             period = scheduler.period(rule)
         except StuckError:
+            self._budget.tally.add(why)
             return None
         self._compose(scheduler)
-        self._slowest = max(self._slowest, time.monotonic() - began)
+        self._slowest = max(self._slowest, self._clock.now() - began)
         self._take(period, scheduler.solution)
+        self._budget.tally.add(why, helped=int(self.period != before))
         tried = _Tried(period, rule, scheduler)
         if self.at is None or period <= self.at.period:
             self.at = tried
@@ -102,7 +101,7 @@ class _Best:
     @property
     def spent(self) -> float:
         """Share of the time that is over, once there is a plan."""
-        return 0.0 if self.period is None else (time.monotonic() - self._began) / (self._deadline - self._began)
+        return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
     def closed(self) -> bool:
@@ -113,57 +112,64 @@ class _Best:
     def over(self) -> bool:
         """Nothing left to gain, or no time for another try, or told to stop."""
         return self.closed or (self.period is not None and (
-            self._stop.is_set() or time.monotonic() + self._slowest > self._deadline))
+            self._budget.stopped or self._clock.now() + self._slowest > self._deadline))
+
+    def scheduler(self, arrays: ProblemArrays) -> ListScheduler:
+        """A list scheduler of an assignment."""
+        self._clock.count(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
+        return ListScheduler(arrays)
 
 
-def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell, stop: threading.Event,
-           steps: int = MOST_STEPS) -> tuple[Solution, int]:
-    """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
+def search(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists, steps: int | None = None,
+           tell: Tell = lambda _: None) -> tuple[Solution, int]:
+    """The best of many list schedules within the budget; at least one.
 
     With its period in ticks. `tell` is called with the period, in ticks, of each better one. `steps`: at random, at
     most. Raises StuckError where all get stuck.
     """
-    best = _Best(problem, bound, deadline, tell, stop)
-    begins = _try_grid(best)
+    best = _Best(problem, bound, budget, tell)
+    starts = _try_grid(best, params)
     if best.found is None:
         raise StuckError
-    _walk(best, begins, random.Random(seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
+    most = max(params.fewest_steps, params.most_ops // problem.operations)
+    most = min(params.most_steps if steps is None else steps, most)
+    _random_steps(best, starts, random.Random(budget.seed), most, params)
     assert best.found is not None and best.period is not None
     return best.found, best.period
 
 
-def _try_grid(best: _Best) -> Sequence[_Tried]:
+def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run.
 
-    The best few, at which walks begin.
+    The best few, from which random steps start.
 
     With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
     problem = best.problem
-    schedulers, exchanging, over = _Schedulers(problem), _can_exchange(problem), False
+    schedulers, exchanging, over = _Schedulers(best), _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.routes is not None:
         others = itertools.takewhile(lambda _: best.found is None, others)
     tried: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem), others):
-        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule)):
+        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule, RULES)):
             tried.append(one)
-        if over := best.over or (exchanging and best.spent > GRID_SHARE):
+        if over := best.over or (exchanging and best.spent > params.grid_share):
             break
     if best.found is None or (problem.routes is None and (
-            not over or (not best.closed and problem.operations <= QUICK))):
+            not over or (not best.closed and problem.operations <= params.largest_untimed))):
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
-    return sorted(tried, key=lambda one: one.period)[:BEGINS]
+    return sorted(tried, key=lambda one: one.period)[:params.starts]
 
 
 class _Schedulers:
     """A list scheduler for each assignment rule, made when it is asked for: a first plan needs but one."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, best: _Best) -> None:
+        self._best, self._problem = best, best.problem
         self._made: list[ListScheduler | None] = []
 
     def get(self, index: int) -> ListScheduler | None:
@@ -181,32 +187,32 @@ class _Schedulers:
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
             return None
-        return ListScheduler(ProblemArrays(self._problem, hosts))
+        return self._best.scheduler(ProblemArrays(self._problem, hosts))
 
 
-def _walk(best: _Best, begins: Sequence[_Tried], random: random.Random, steps: int) -> None:
+def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, steps: int, params: ListParams) -> None:
     """Small changes of a dispatch rule, or of its assignment, again and again; those that are no worse are kept.
 
-    Where nothing is better for long, another walk begins at one of the best rules: how far a walk comes is decided by
-    its first steps more than by how many follow.
+    Where nothing is better for long, they start again from one of the best rules (random restarts): how far they come
+    is decided by the first of them more than by how many follow.
     """
     if best.at is None:  # what others run does not get stuck, ours does
         return
     exchanging = _can_exchange(best.problem)
-    before, stale, fruitless = best.period, 0, 0
+    before, stale, stale_starts = best.period, 0, 0
     for _ in range(steps):
-        if best.over or fruitless == FRUITLESS_WALKS:
+        if best.over or stale_starts == params.stale_starts:
             return
         at = best.at
-        if exchanging and random.random() < ASSIGNMENT_STEPS:
-            best.offer(ListScheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
+        if exchanging and random.random() < params.assignment_steps:
+            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random))
+            best.offer(at.scheduler, changed(best.problem, at.rule, random), STEPS)
         stale = 0 if best.at.period != at.period else stale + 1
-        if stale == STALE_STEPS:
-            fruitless = 0 if best.period != before else fruitless + 1
+        if stale == params.stale_steps:
+            stale_starts = 0 if best.period != before else stale_starts + 1
             before, stale = best.period, 0
-            best.at = random.choice(begins)
+            best.at = random.choice(starts)
 
 
 def _can_exchange(problem: Problem) -> bool:

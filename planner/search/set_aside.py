@@ -24,7 +24,7 @@ class SetAside(NamedTuple):
 
 def set_aside(arrays: ProblemArrays) -> SetAside:
     """What keeps a list schedule from getting stuck; where layers are not held by column, what mostly does."""
-    return _by_column(arrays.problem) if arrays.problem.holdings is None else _by_worker(arrays)
+    return _by_column(arrays.problem) if arrays.problem.routes is None else _by_worker(arrays)
 
 
 def _by_worker(arrays: ProblemArrays) -> SetAside:

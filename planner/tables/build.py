@@ -126,7 +126,7 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
     problem = options.problem(job)
     return Basis(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                  memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer, method=options.method,
-                 time_limit=float(options.time_limit), seed=options.seed)
+                 time_limit=float(options.time_limit), seed=options.seed, steps=options.steps)
 
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,

@@ -42,4 +42,5 @@
     tensorboard          the same for TensorBoard
     iteration_lines      a file with a line for each committed iteration
     event_log            events.jsonl
+    appended_file        a file that never ends a run
 """

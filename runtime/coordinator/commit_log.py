@@ -1,8 +1,8 @@
 """Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
 
 An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
-stages, its factor is known (`runtime.model.clipping`). It is never undone, unless all holders of a layer are lost. A
-member that has stepped the next one, too, can go back by one step.
+stages, its factor is known (`runtime.model.state.clipping`). It is never undone, unless all holders of a layer are
+lost. A member that has stepped the next one, too, can go back by one step.
 """
 
 import math
@@ -14,6 +14,9 @@ from runtime.protocol.to_coordinator import Finished, Ran
 from runtime.protocol.to_worker import Factor
 from schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
 from schedules.schedule import Worker
+
+MOST_WINDOWS = 4096
+"""Iterations whose windows are kept: medians do not need those of a month."""
 
 
 class CommitLogError(RuntimeError):
@@ -75,6 +78,10 @@ class CommitLog:
         """Of the last committed iteration."""
         last = self.next_iteration - 1
         return Factor(last, self._factors[last]) if last in self._factors else None
+
+    def have_reported(self, workers: Collection[Worker], iteration: int) -> bool:
+        """Whether all of these members have, or it is committed."""
+        return iteration < self.next_iteration or self._open[iteration].keys() >= set(workers)
 
     def take_over(self, losses: Sequence[float], factor: Factor | None) -> None:
         """Go on where another coordinator has ended: the losses that it has committed, and the factor of the last."""
@@ -165,6 +172,7 @@ class CommitLog:
         losses = [part.evaluation for part in parts]
         self.evaluation = None if None in losses else sum(filter(None, losses))
         self._windows[iteration] = max(part.window_seconds for part in parts)
+        self._windows.pop(iteration - MOST_WINDOWS, None)
         if all(part.ops for part in parts):
             self._traced[iteration] = MeasuredIteration(iteration,
                                                         _from_start([op for part in parts for op in part.ops]))

@@ -20,8 +20,8 @@ from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.failure_domains import FailureDomains
-from runtime.model.parts import CutFor
-from runtime.protocol.to_coordinator import Kept
+from runtime.model.state.parts import CutFor
+from runtime.protocol.to_coordinator import Kept, Ran
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
 from schedules.schedule import Grid, Schedule, Worker
@@ -68,6 +68,10 @@ class RunState:
     save_before: int | None = None
     stopping: bool = False
     """Whether the run is to end at the next iteration, with a checkpoint."""
+    without_microbatches: frozenset[Worker] = frozenset()
+    """Members that hold layers of which others run all micro-batches."""
+    unanswered: list[Ran] = field(default_factory=list)
+    """Reports of this order that wait for those of `without_microbatches`."""
     ready: set[Worker] = field(default_factory=set)
     """Workers that have sent `Ready` and take part in no order yet."""
     paused: set[Worker] = field(default_factory=set)
@@ -94,6 +98,11 @@ class RunState:
     def everyone(self) -> set[Worker]:
         """Who takes part, or could."""
         return self.members | self.ready
+
+    @property
+    def all_paused(self) -> bool:
+        """Whether all members have."""
+        return len(self.paused) >= len(self.members) and self.paused >= self.members
 
     def forget(self, worker: Worker) -> None:
         """A worker takes no part any more."""

@@ -114,7 +114,7 @@ class Coordinator:
     def planning(self) -> bool:
         """Whether all members wait for a schedule."""
         state = self._state
-        return state.phase == "training" and bool(state.members) and state.paused >= state.members
+        return state.phase == "training" and bool(state.members) and state.all_paused
 
     @property
     def number(self) -> int:
@@ -157,14 +157,25 @@ class Coordinator:
         self._state.stand_for[report.worker] = report.stands_for
 
     def ran(self, report: Ran) -> None:
-        """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
+        """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will.
+
+        Whoever runs no micro-batch passes nothing on that the others would wait for, so that these are not acknowledged
+        before it has reported, too: nobody is more than one step ahead of the last committed iteration.
+        """
         state = self._state
         if report.order == state.number and report.worker in state.members:
             self._slow.ran(report)
-        following = report.iteration + 1 if report.order == state.number else None
-        self._context.send(report.worker, Acknowledged(
-            report.order, report.iteration, stop=following is not None and following == state.stop_before,
-            save=following is not None and following == state.save_before))
+            state.unanswered.append(report)
+            if not self._log.have_reported(state.without_microbatches, report.iteration):
+                return
+            reports, state.unanswered = state.unanswered, []
+        else:
+            reports = [report]
+        for one in reports:
+            following = one.iteration + 1 if one.order == state.number else None
+            self._context.send(one.worker, Acknowledged(
+                one.order, one.iteration, stop=following is not None and following == state.stop_before,
+                save=following is not None and following == state.save_before))
 
     def committed(self) -> None:
         """An iteration was committed."""
@@ -274,7 +285,7 @@ class Coordinator:
         state = self._state
         if state.phase == "gathering" and state.ready >= state.members:
             self._next_order.give()
-        elif state.phase == "training" and state.paused >= state.members:
+        elif state.phase == "training" and state.all_paused:
             if self._slow.decision is None or self._joins.complete:
                 self._recovery.begin()
             self._next_order.give()

@@ -8,12 +8,12 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Self
 
 from msgspec.structs import replace
 
+from runtime.coordinator.appended_file import AppendedFile, Complain, silently
 from runtime.events import EVENTS, SCHEDULES, Event, encode
 
 DIGEST_LENGTH = 16
@@ -22,10 +22,7 @@ Observer = Callable[[Event], None]
 
 
 class EventLog:
-    """Appends to the file in a run's folder. All methods raise OSError.
-
-    What a crash of an earlier run has left of a line is removed: each line here is written by one call, whole or not at
-    all as far as the file system has it so.
+    """Appends to the file in a run's folder. Raises OSError where that cannot be opened, and never later.
 
     Parameters
     ----------
@@ -33,23 +30,26 @@ class EventLog:
         The run's; None: only the observer is told.
     iteration
         Gives the first iteration that is not committed.
+    complain
+        Told once where something cannot be written.
     """
 
     def __init__(self, folder: Path | None, iteration: Callable[[], int] = lambda: 0,
-                 observer: Observer = lambda _: None) -> None:
+                 observer: Observer = lambda _: None, complain: Complain = silently) -> None:
         self._folder = folder
         self._iteration = iteration
         self._observer = observer
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
-        self._file = None if folder is None else _opened(folder / EVENTS)
+        self._complain = complain
+        self._file = None if folder is None else AppendedFile(folder / EVENTS, complain)
 
     def write(self, event: Event) -> None:
         """Enter an event, which happens now."""
         now = self.now()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self._iteration())
         if self._file is not None:
-            self._file.write(encode(stamped) + b"\n")
+            self._file.append(encode(stamped))
         self._observer(stamped)
 
     def now(self) -> float:
@@ -62,10 +62,14 @@ class EventLog:
         if self._folder is not None and digest not in self._kept:
             self._kept.add(digest)
             path = self._folder / SCHEDULES / f"{digest}.json"
-            path.parent.mkdir(exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid():08}")
-            temporary.write_bytes(schedule)  # not flushed: members wait, and the digest shows whether it is whole
-            temporary.replace(path)
+            try:
+                path.parent.mkdir(exist_ok=True)
+                temporary.write_bytes(schedule)  # not flushed: members wait, and the digest shows whether it is whole
+                temporary.replace(path)
+            except OSError as error:
+                self._kept.discard(digest)
+                self._complain(f"{path} cannot be written: {error.strerror}; the run goes on")
         return digest
 
     def close(self) -> None:
@@ -87,19 +91,3 @@ def both(one: Observer, other: Observer) -> Observer:
         other(event)
 
     return observe
-
-
-def _opened(path: Path) -> FileIO:
-    """The file, without a last line that is not whole, unbuffered, to append to."""
-    file = FileIO(path, "ab+")
-    size = file.seek(0, os.SEEK_END)
-    while size:
-        begin = max(0, size - 2**16)
-        file.seek(begin)
-        newline = file.read(size - begin).rfind(b"\n")
-        if newline >= 0:
-            size = begin + newline + 1
-            break
-        size = begin
-    file.truncate(size)
-    return file

@@ -7,6 +7,7 @@ waits for anything.
 import asyncio
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -33,14 +34,29 @@ from runtime.coordinator.stall_watch import StallWatch
 from runtime.coordinator.take_over import TakeOver
 from runtime.coordinator.worker_connections import WorkerConnections
 from runtime.coordinator.worker_messages import WorkerMessages
-from runtime.errors import RunError
+from runtime.errors import CoordinatorFailedError, RunError, first_line
 from runtime.events import Finished as RunFinished
 from runtime.failure_domains import FailureDomains
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, Started, ToCoordinator
+from runtime.protocol.to_coordinator import (
+    Ended,
+    Heartbeat,
+    Injected,
+    JoinNode,
+    JoinWorker,
+    Known,
+    Leaving,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+    Status,
+    ToCoordinator,
+    Validated,
+)
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
@@ -51,6 +67,10 @@ MOST_UNKNOWN = 256
 
 FIND_AGAIN_SECONDS = 0.05
 """From one look whether all workers of another coordinator have been found to the next."""
+
+
+NOTHING_FOLLOWS = object()
+"""What an event gives after which there is nothing to decide: most of a large run's are such."""
 
 
 class NobodyLeftError(RuntimeError):
@@ -71,7 +91,7 @@ class EventLoop:
         self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
-        self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+        self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
                                     run.at_speeds, run.rebalancer, run.with_degraded)
         setup = run.setup
@@ -110,9 +130,9 @@ class EventLoop:
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
         """Return when all is done, or the run has ended as it was told to.
 
-        Raises RunError when there is no way to go on.
+        Raises RunError when there is no way to go on, and CoordinatorFailedError where another could.
         """
-        self.processes.connect(self._agents.send)
+        self.processes.connect(self._agents.send, self.news.note)
         connected = Server(self._run.secret, self._heard, self._run.notify, MOST_UNKNOWN + len(self._bounds.workers))
         server = await serve(listener, connected)
         loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
@@ -126,11 +146,12 @@ class EventLoop:
             self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
-        anew = False
+        anew = failed = False
         try:
             with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
                 while not self._coordinator.left and not self.out_of_time:
-                    (await self._events.get())()
+                    if (await self._events.get())() is NOTHING_FOLLOWS:
+                        continue
                     order = self._coordinator.number
                     self._coordinator.advance()
                     if self._coordinator.number != order:
@@ -142,13 +163,18 @@ class EventLoop:
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self.news.how_far(self._log.next_iteration)}"
             raise RunError(error) from None
+        except Exception as unexpected:
+            failed = True
+            traceback.print_exc()
+            raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected
         finally:
-            self._event_log.write(RunFinished(error=error))
             loop.remove_reader(descriptor)
             server.close()
-            await self._agents.announce_end(error, anew=anew)
-            self._workers.close()
-            connected.end()
+            if not failed:
+                self._event_log.write(RunFinished(error=error))
+                await self._agents.announce_end(error, anew=anew)
+                self._workers.close()
+            connected.end()  # after a failure all connections, as when this process dies: all look for another one
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
@@ -162,12 +188,14 @@ class EventLoop:
     def _run_out_of_time(self) -> None:
         self.out_of_time = not self._coordinator.left
 
-    def _put(self, event: Callable[[], None]) -> None:
+    def _put(self, event: Callable[[], object]) -> None:
         self._events.put_nowait(event)
 
     def _heard(self, connection: Connection, message: ToCoordinator | None) -> None:
         if message is None:
             self._put(lambda: self._disconnected(connection))
+        elif isinstance(message, Heartbeat):
+            self._workers.hears(connection)  # not behind what is in the queue
         else:
             self._put(lambda: self._handle(connection, message))
 
@@ -182,13 +210,15 @@ class EventLoop:
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
         """Say for whom this node waits before the first order; at the start only for other nodes."""
         own = self._run.shares[0] if others_only else ()
-        self.news.awaited([worker for worker in self._coordinator.awaited if worker not in own],
+        awaited = self._coordinator.awaited if self._take_over is None else sorted(self._take_over.missing)
+        self.news.awaited([worker for worker in awaited if worker not in own],
                           self._agents.connected, address)
 
     def _look(self) -> None:
         """Give up who is silent. Where nothing is committed for long, say so, and give up who keeps the others waiting
         by itself."""
         self._workers.give_up_silent()
+        self.processes.look()
         held = self._coordinator.held
         stall = self._stall.look(held, self._workers.interval_seconds, planning=self._coordinator.planning)
         if stall is None or not held:
@@ -215,8 +245,8 @@ class EventLoop:
         self._coordinator.take_over(found)
         self.processes.start_missing()
 
-    def _handle(self, connection: Connection, message: ToCoordinator) -> None:
-        """Handle a message of a worker or a node agent."""
+    def _handle(self, connection: Connection, message: ToCoordinator) -> object:
+        """Handle a message of a worker or a node agent; `NOTHING_FOLLOWS` where that changes nothing to decide by."""
         peer = connection.peer
         wrong = self._bounds.wrong(message, self._log.next_iteration)
         if wrong is not None:
@@ -226,13 +256,23 @@ class EventLoop:
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
         elif peer is not None and self._workers.hears(connection):
-            whole = self._reports.take(peer, connection.rank, printable(message))
-            if whole is not None:
-                self._messages.handle(peer, whole)
+            whole, before = self._reports.take(peer, connection.rank, printable(message)), self._log.next_iteration
+            if whole is None:
+                return NOTHING_FOLLOWS
+            self._messages.handle(peer, whole)
             if isinstance(whole, Started):
                 self.processes.begins(self._log.next_iteration)
-            if isinstance(whole, Ready) and whole.known is not None and self._take_over is not None:
-                self._take_over.ready(peer, whole.known)
+            if isinstance(whole, Ready) and self._take_over is not None:
+                known = whole.known
+                if known is None and not self._run.losses:  # before the first commit, one that starts is as good as any
+                    known = Known(0, (), self._run.setup.first_iteration - 1, (), None, pending=False)
+                if known is not None:
+                    self._take_over.ready(peer, known)
+            if isinstance(whole, Paused) and not self._coordinator.planning:
+                return NOTHING_FOLLOWS  # others still run
+            if isinstance(whole, Ran | Validated | Started | Injected | Status) and before == self._log.next_iteration:
+                return NOTHING_FOLLOWS
+        return None
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run

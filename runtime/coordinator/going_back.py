@@ -4,6 +4,7 @@ All workers are asked which checkpoints they can read: nodes may have folders of
 Before the first checkpoint the run can begin anew, since every worker can build what it begins with.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
@@ -17,6 +18,9 @@ from runtime.events import WentBack
 from runtime.protocol.to_worker import ReportCheckpoints
 from schedules.schedule import Worker
 
+ANSWER_SECONDS = 30.0
+"""To look which checkpoints there are. Whoever takes longer has a file system that hangs, and reads none."""
+
 
 class ReadableCheckpoints:
     """Collects which iterations each worker can go back to.
@@ -26,33 +30,37 @@ class ReadableCheckpoints:
 
     def __init__(self, ask: Callable[[Worker], None]) -> None:
         self._ask = ask
-        self._answers: dict[Worker, Collection[int] | None] = {}
-        """None: it has been asked."""
+        self._answers: dict[Worker, Collection[int]] = {}
+        self._asked: dict[Worker, float] = {}
+        """When each was asked that lives."""
 
     def answered(self, worker: Worker, iterations: Collection[int]) -> None:
         """A worker has said what it can read."""
-        if worker in self._answers:
+        if worker in self._asked:
             self._answers[worker] = iterations
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone."""
         self._answers.pop(worker, None)
+        self._asked.pop(worker, None)
 
     def forget(self) -> None:
         """Ask anew the next time: checkpoints come and go."""
         self._answers.clear()
+        self._asked.clear()
 
     def all_have_answered(self, workers: Collection[Worker]) -> bool:
-        """Whether it is known what these workers can read; asks those that have not been asked."""
-        for worker in sorted(set(workers) - self._answers.keys()):
-            self._answers[worker] = None
+        """Whether it is known what these workers can read, or will not be; asks those that have not been asked."""
+        now = time.monotonic()
+        for worker in sorted(set(workers) - self._asked.keys()):
+            self._asked[worker] = now
             self._ask(worker)
-        return all(self._answers[worker] is not None for worker in workers)
+        return all(worker in self._answers or now - self._asked[worker] > ANSWER_SECONDS for worker in workers)
 
     def newest(self, workers: Collection[Worker], iterations: range) -> tuple[int, list[Worker]] | None:
         """The last of these iterations that any of these workers can go back to, and all that can; None: there is none.
         """
-        found = {worker: set(self._answers[worker] or ()).intersection(iterations) for worker in workers}
+        found = {worker: set(self._answers.get(worker, ())).intersection(iterations) for worker in workers}
         newest = max((max(mine) for mine in found.values() if mine), default=None)
         return None if newest is None else (newest, sorted(one for one, mine in found.items() if newest in mine))
 
@@ -85,15 +93,19 @@ class GoingBack:
             raise RunError(why)
         if not self.checkpoints.all_have_answered(everyone):
             return
-        back = self.checkpoints.newest(everyone, range(context.iterations.start, context.log.next_iteration + 1))
-        if back is None:
-            raise RunError(f"{why}; no live worker can read a checkpoint, or build what the run began with")
+        possible = range(context.iterations.start, context.log.next_iteration + 1)
+        nothing = f"{why}; no live worker can read a checkpoint, or build what the run began with"
+        if self.checkpoints.newest(everyone, possible) is None:
+            raise RunError(nothing)
         try:
             schedule = self._choice.from_checkpoint(everyone)
         except NoScheduleError as error:
             raise RunError(", and ".join(filter(None, (why, str(error))))) from None
         if schedule is None:
             return
+        back = self.checkpoints.newest(schedule.seat_of, possible)  # who has nothing to do has nothing to give, either
+        if back is None:
+            raise RunError(nothing)
         iteration, readers = back
         self._forget_from(iteration, why)
         needs = context.placement.held_by(schedule)

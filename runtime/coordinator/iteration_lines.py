@@ -3,26 +3,30 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
+from runtime.coordinator.appended_file import AppendedFile, Complain, silently
 from runtime.events import encode
 from schedules.files import write_atomically
 
 
 class IterationLines:
-    """Appends to the file. Lines of iterations before `first` that an earlier run has left stay. Raises OSError."""
+    """Appends to the file. Lines of iterations before `first` that an earlier run has left stay.
 
-    def __init__(self, path: Path, first: int) -> None:
+    Raises OSError where the file cannot be opened, or made anew to go back, and never where a line cannot be written.
+    """
+
+    def __init__(self, path: Path, first: int, complain: Complain = silently) -> None:
         self._path = path
+        self._complain = complain
         self._file = self._kept(first)
 
-    def _kept(self, first: int) -> TextIO:
+    def _kept(self, first: int) -> AppendedFile:
         """The file with the lines of iterations before `first`."""
         kept = [line + "\n" for line in lines_before(self._path, first)] if first else []
         write_atomically(self._path, "".join(kept).encode())  # whoever is killed here has lost none
-        return self._path.open("a")
+        return AppendedFile(self._path, self._complain)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines from an iteration on."""
@@ -31,8 +35,7 @@ class IterationLines:
 
     def append(self, line: msgspec.Struct) -> None:
         """Write a line, which is there for other processes when this returns."""
-        self._file.write(encode(line).decode() + "\n")
-        self._file.flush()
+        self._file.append(encode(line))
 
     def close(self) -> None:
         """Close the file."""

@@ -8,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from runtime.coordinator.appended_file import Complain, silently
 from runtime.coordinator.iteration_lines import IterationLines
 from runtime.coordinator.metrics import MetricsRecorder
 from runtime.events import Iteration
@@ -45,10 +46,10 @@ class LossFile:
     """
 
     def __init__(self, path: Path, first: int, progress: Progress | None,
-                 metrics: MetricsRecorder | None = None) -> None:
+                 metrics: MetricsRecorder | None = None, complain: Complain = silently) -> None:
         self._progress = progress
         self._metrics = metrics
-        self._lines = IterationLines(path, first)
+        self._lines = IterationLines(path, first, complain)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines from an iteration on, which are to be repeated."""

@@ -13,10 +13,11 @@ from typing import Protocol, Self
 import msgspec
 
 from runtime.config import TrainingConfig
+from runtime.coordinator.appended_file import Complain, silently
 from runtime.coordinator.iteration_lines import IterationLines, lines_before
 from runtime.coordinator.tensorboard import TensorBoard
 from runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from runtime.model.learning_rate import learning_rate
+from runtime.model.state.learning_rate import learning_rate
 
 
 class Sink(Protocol):
@@ -38,7 +39,7 @@ class Work:
 
     tokens: int
     flops: float
-    """Operations of the model in forward and backward (`runtime.model.flops`)."""
+    """Operations of the model in forward and backward (`runtime.model.layers.flops`)."""
     peak_flops: float | None
     """Operations per second of a worker's device, at its best; None: not known."""
 
@@ -46,10 +47,12 @@ class Work:
 class MetricsRecorder:
     """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
 
-    def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0) -> None:
+    def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0,
+                 complain: Complain = silently) -> None:
         self._config = config
         self._work = work
         self._sinks = sinks
+        self._complain = complain
         self._live: int | None = None
         self._phase: Phase | None = None
         self._recoveries = recoveries
@@ -87,7 +90,10 @@ class MetricsRecorder:
 
     def _tell(self, line: Metrics) -> None:
         for sink in self._sinks:
-            sink.append(line)
+            try:
+                sink.append(line)
+            except OSError as error:
+                self._complain(f"metrics of iteration {line.iteration} cannot be written: {error.strerror or error}")
 
     def __enter__(self) -> Self:
         return self
@@ -97,15 +103,15 @@ class MetricsRecorder:
             sink.close()
 
 
-def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None
-                   ) -> MetricsRecorder:
+def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
+                   complain: Complain = silently) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
 
     Raises OSError, and ConfigError where TensorBoard is not installed.
     """
     recoveries = recoveries_in(out / METRICS)
     shown = [] if tensorboard is None else [TensorBoard(tensorboard, first)]
-    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first), *shown], recoveries)
+    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown], recoveries, complain)
 
 
 def recoveries_in(path: Path) -> int:

@@ -8,10 +8,10 @@ from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.join_planning import Join
 from runtime.coordinator.part_moves import AS_THEY_ARE
 from runtime.events import HandedOver, Joined, OrderGiven
-from runtime.model.parts import CutFor
+from runtime.model.state.parts import CutFor
 from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
 from schedules import codec
-from schedules.schedule import Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
 Address = tuple[str, int]
 
@@ -45,6 +45,7 @@ class Orders:
         state.phase, state.current, state.ended, state.began = "training", schedule, False, first
         state.cut_for = cut_for
         state.stop_before = state.save_before = None
+        state.without_microbatches, state.unanswered = _without_microbatches(schedule), []
         state.number += 1
         self._begins(schedule, join if settles else None)
         text = codec.encode(schedule)
@@ -118,3 +119,9 @@ class Orders:
             order=number, schedule=events.keep(text), live=len(schedule.seats),
             planned_period=round(schedule.seconds(schedule.period_ticks), 9),
             phase="settled" if moved else "whole" if whole else "at once"))
+
+
+def _without_microbatches(schedule: Schedule) -> frozenset[Worker]:
+    idle = {number for number, program in enumerate(schedule.programs)
+            if not any(op.kind in COMPUTE_KINDS for op in program)}
+    return frozenset(seat.worker for seat in schedule.seats if seat.program in idle)

@@ -2,9 +2,9 @@
 
 For a schedule with other workers or layers, all ranges that they concern are cut anew. What each is to keep then it
 fetches while all train by the present schedule: the state once, then the gradients of each step, in whole parts of
-those who step them now (`runtime.model.followed_part`). After a failure, whoever is left of the holders of a range goes
-on with the parts that it keeps, and buddies step those of who is gone (`Cut.left`): nobody waits for state. Then they
-are cut anew, too, while all train.
+those who step them now (`runtime.model.state.followed_part`). After a failure, whoever is left of the holders of a
+range goes on with the parts that it keeps, and buddies step those of who is gone (`Cut.left`): nobody waits for state.
+Then they are cut anew, too, while all train.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from runtime.coordinator.layer_moves import Holders
-from runtime.model.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
+from runtime.model.state.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.placement import Placement

@@ -11,16 +11,13 @@ from typing import NamedTuple, Protocol, TypeVar
 from msgspec.structs import replace
 
 from runtime.coordinator.event_log import EventLog
-from runtime.errors import RunError
+from runtime.errors import RunError, first_line
 from runtime.events import Phase, PlanAnswered, PlanAsked
+from schedules.errors import NoScheduleError as NoScheduleError
 from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
-
-
-class NoScheduleError(RuntimeError):
-    """There is no schedule for these failures. The message is one line, or empty where failures end the run."""
 
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
@@ -90,6 +87,8 @@ class Question(NamedTuple):
 AT_ONCE = 2
 """A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
 settled one is planned beside these, one at a time."""
+STUCK_SECONDS = 20.0
+"""What is planned for longer holds up nothing else: a thread cannot be ended."""
 
 
 class ScheduleService:
@@ -212,7 +211,8 @@ class ScheduleService:
         answer = self._answers.get(question)
         if isinstance(answer, BaseException):
             raise answer
-        beside = sum(one.settled == question.settled for one in self._asked)
+        since = time.monotonic() - STUCK_SECONDS
+        beside = sum(one.settled == question.settled and asked > since for one, asked in self._asked.items())
         if answer is None and question not in self._asked and beside < (1 if question.settled else AT_ONCE):
             find = self._finder(question)
             self._asked[question] = time.monotonic()
@@ -241,6 +241,8 @@ class ScheduleService:
         self._answers.clear()
 
     def _take(self, question: Question, answer: Schedule | BaseException) -> None:
+        if isinstance(answer, BaseException) and not isinstance(answer, NoScheduleError | RunError):
+            answer = NoScheduleError(f"the planner failed: {type(answer).__name__}: {first_line(answer)}")
         self._answers[question] = answer
         took = time.monotonic() - self._asked.pop(question)
         self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),

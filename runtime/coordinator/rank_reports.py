@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from runtime.model.digest import combined_digest
+from runtime.model.state.digest import combined_digest
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,

@@ -10,7 +10,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.model.parts import Elements
+from runtime.model.state.parts import Elements
 from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.protocol.authentication import Secret
 from runtime.protocol.failure_injection import Injection, Slowdown

@@ -44,9 +44,11 @@ class Server:
         self.refused = Refusals(say)
         self._most_unknown = most_unknown
         self._unknown: dict[Connection, None] = {}
+        self._open: set[Connection] = set()
 
     def opened(self, connection: "Connection") -> None:
         """A connection is open, of a peer that is not known yet."""
+        self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
             next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections say nothing")
@@ -55,10 +57,15 @@ class Server:
         """The peer is known, or has gone."""
         self._unknown.pop(connection, None)
 
+    def gone(self, connection: "Connection") -> None:
+        """It has ended."""
+        self._open.discard(connection)
+
     def end(self) -> None:
-        """The run is over: nobody waits any more for those to say who they are that have not."""
-        for connection in list(self._unknown):
-            connection.abort()
+        """The run is over: whoever has come too late to be told finds so."""
+        for connection in list(self._open):
+            if not connection.closing:
+                connection.abort()
 
 
 class Connection(asyncio.Protocol):
@@ -107,6 +114,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The connection has ended, at either end."""
         self._settle()
+        self._server.gone(self)
         self._transport = None
         if self.peer is not None:
             self._server.heard(self, None)
@@ -115,6 +123,11 @@ class Connection(asyncio.Protocol):
     def closed(self) -> bool:
         """Whether the peer is gone."""
         return self._transport is None
+
+    @property
+    def closing(self) -> bool:
+        """Whether it ends once what was sent has gone out."""
+        return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
         """Send; nothing happens where the peer is gone. One that does not read is cut off."""

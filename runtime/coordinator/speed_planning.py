@@ -4,12 +4,12 @@ Compared are the period of the present schedule at the speeds that were measured
 and those of schedules without one of the slow workers. A change of schedule takes place between two iterations.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from runtime.coordinator.planning import NoScheduleError, SchedulerAtSpeeds, Speeds
 from schedules.schedule import Schedule, Worker
-from schedules.timing import Noise, replay
+from schedules.timing import period_at as period_at
 
 LEAST_GAIN = 0.02
 """Of the period, for which a schedule is changed."""
@@ -38,18 +38,6 @@ class Decision(NamedTuple):
 def rounded(factor: float) -> float:
     """A factor that is planned for."""
     return round(factor * STEP) / STEP
-
-
-def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Seconds from one iteration to the next when workers take `speeds` times as long as usual.
-
-    The order of each worker's ops stays; ops wait for each other as in the runtime.
-    """
-    known = schedule.times.per_mille_of
-    slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
-    if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
-        return schedule.seconds(schedule.period_ticks)
-    return float(replay(schedule, Noise(slow=slow), replays=1)[0])
 
 
 def decide(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> Decision:

@@ -22,6 +22,8 @@ FIND_SECONDS = 10.0
 """Whoever lives looks for a coordinator several times a second: when none has come for so long, none lives."""
 REJOIN_SECONDS = 10.0
 """From the first that comes to the last: a stuck worker takes a second to hold still."""
+START_SECONDS = 60.0
+"""The same where no order has been given yet: workers may be about to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class TakeOver:
     def missing(self) -> set[Worker]:
         """Members of the last order that have not come."""
         number = self._number
-        members = {one for known in self._known.values() if known.order == number for one in known.members}
+        members = next((known.members for known in self._known.values() if known.order == number), ())
         return set(members if number else self._expected) - self._known.keys()
 
     @property
@@ -93,7 +95,8 @@ class TakeOver:
         """Whether all have come that can, or will."""
         if not self._known or self._found is None:
             return False
-        return self.missing <= self._gone or time.monotonic() - self._found > REJOIN_SECONDS
+        patience = REJOIN_SECONDS if self._number else START_SECONDS
+        return self.missing <= self._gone or time.monotonic() - self._found > patience
 
     def nobody(self) -> bool:
         """Whether nobody has come, and nobody will."""

@@ -9,6 +9,7 @@
     process_manager        the processes of a run's workers, on all nodes
     found_workers          those that a launcher has left which has died
     start_limit            how many processes a node starts for another
+    faults                 whether and when a worker that has crashed is started again
     stop_signals           SIGTERM and Ctrl-C
     launchers              what torchrun, srun or mpirun have set in the environment
 """

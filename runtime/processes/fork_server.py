@@ -87,6 +87,8 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(news, selectors.EVENT_READ)
         self._alive: set[str] = set()
+        self.note = ""
+        """What was given when its processes were held."""
         self.pids: dict[str, int] = {}
         """By name, of the processes whose start has been reported."""
 
@@ -99,6 +101,7 @@ class ForkServer:
         if not sys.platform.startswith("linux"):
             return None
         self._ask(Hold(self._name, seconds, note))
+        self.note = note
         return self._name
 
     def start(self, spec: ProcessSpec) -> None:

@@ -1,13 +1,15 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
 from runtime.config import STANDS_FOR
-from runtime.errors import RunError
+from runtime.errors import CoordinatorFailedError, RunError
+from runtime.processes.faults import Faults
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.found_workers import enough_devices
 from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
@@ -67,10 +69,15 @@ class NodeProcesses:
             for worker in () if found else tuple(self._places):
                 self.do(StartWorker(worker, restarted=restarted))
             yield
+        except CoordinatorFailedError:
+            raise  # another one goes on with those that live
         except ForkServerError as error:
-            raise RunError(str(error)) from None
-        finally:
             self._fork_server.kill_all()
+            raise RunError(str(error)) from None
+        except BaseException:
+            self._fork_server.kill_all()
+            raise
+        self._fork_server.kill_all()
 
     def do(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""
@@ -155,11 +162,14 @@ class ProcessManager:
         The columns of which a worker that has lost one of its processes is started again at once, as half as many.
     without
         Workers of this node that had lost a process when their launcher died, and which.
+    faults_per_hour
+        How many times a worker that crashes is started again; 0: only those of `returns` are.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 degradable: Collection[int] = (), without: Mapping[Worker, int] = {}) -> None:
+                 degradable: Collection[int] = (), without: Mapping[Worker, int] = {},
+                 faults_per_hour: int = 0) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
@@ -169,15 +179,19 @@ class ProcessManager:
         self._degradable = degradable
         self._without = without
         self._failures = list(failures)
+        self._faults = Faults(faults_per_hour)
+        self._again: dict[Worker, float] = {}
+        """When each is started again that has crashed."""
         self._send: SendToAgent = lambda *_: None
+        self._note: Callable[[str], None] = lambda _: None
 
     def running(self, *, found: bool) -> AbstractContextManager[None]:
         """See `NodeProcesses.running`."""
         return self._local.running(found=found)
 
-    def connect(self, send: SendToAgent) -> None:
-        """From now on, reach the agents of other nodes."""
-        self._send = send
+    def connect(self, send: SendToAgent, note: Callable[[str], None]) -> None:
+        """From now on, reach the agents of other nodes, and tell who is started again."""
+        self._send, self._note = send, note
 
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to report."""
@@ -226,6 +240,25 @@ class ProcessManager:
         if worker.column in self._degradable and ended.status and ended.without is not None and worker in self._dead:
             self._dead.remove(worker)
             self._do(StartWorker(worker, without=ended.without))
+        elif ended.status and worker in self._dead:
+            self._crashed(worker)
+
+    def _crashed(self, worker: Worker) -> None:
+        now = time.monotonic()
+        self._faults, verdict = self._faults.add(worker, self.workers_of(self._nodes.get(worker, 0)), now)
+        if verdict.pause_seconds is not None:
+            self._again[worker] = now + verdict.pause_seconds
+        if verdict.reason:
+            self._note(verdict.reason)
+
+    def look(self) -> None:
+        """To be called at an interval: starts those again whose pause is over. Raises ForkServerError."""
+        now = time.monotonic()
+        for worker in sorted(worker for worker, at in self._again.items() if at <= now):
+            del self._again[worker]
+            if worker in self._dead:
+                self._dead.remove(worker)
+                self._do(StartWorker(worker))
 
     def begins(self, iteration: int) -> None:
         """An iteration begins, for the first time or again. Raises ForkServerError."""

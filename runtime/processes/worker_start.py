@@ -16,7 +16,7 @@ COORDINATOR_TIMEOUT_SECONDS = 60.0
 """Long enough to start a process by hand that imports torch."""
 
 
-HUGGING_FACE = "runtime.model.hugging_face.model"
+HUGGING_FACE = "runtime.model.layers.hugging_face.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
+import torch
 
 from schedules.schedule import Worker
 
-Action = Literal["kill", "stop", "raise", "cut", "exit"]
+Action = Literal["kill", "stop", "raise", "cut", "exit", "memory"]
 Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", "met", "moved", "asked", "loaded",
                       "followed"]
 
@@ -31,7 +32,8 @@ class Injection(msgspec.Struct, frozen=True):
     iteration: int
     place: Place = 0
     action: Action = "kill"
-    """SIGKILL, SIGSTOP, an exception, connections that break, or a process that just ends."""
+    """SIGKILL, SIGSTOP, an exception, connections that break, a process that just ends, or a device without
+    room."""
     rank: int = 0
     """Which of the worker's processes fails, where it is several."""
 
@@ -78,7 +80,7 @@ class Injector:
         self._mine = {(one.iteration, one.place): (index, one.action) for index, one in injections}
 
     def at(self, iteration: int, place: Place) -> None:
-        """Fail if it is time to. Raises InjectedError."""
+        """Fail if it is time to. Raises InjectedError and torch.OutOfMemoryError."""
         if not self._mine:
             return
         found = self._mine.pop((iteration, place), None)
@@ -94,5 +96,7 @@ class Injector:
             os._exit(3)
         elif action == "cut":
             self.cut()
+        elif action == "memory":
+            raise torch.OutOfMemoryError("injected")
         else:
             raise InjectedError(f"injected in iteration {iteration} at {place}")

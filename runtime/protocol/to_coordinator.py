@@ -37,7 +37,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker keeps of layers' optimizer states, where it keeps parts (`runtime.model.parts`)."""
+    """What a worker keeps of layers' optimizer states, where it keeps parts (`runtime.model.state.parts`)."""
 
     parts: tuple[tuple[int, int, int], ...]
     """Each a layer and the elements [start, stop) of it."""

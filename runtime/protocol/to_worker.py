@@ -14,7 +14,8 @@ from schedules.schedule import Worker
 
 
 class Factor(msgspec.Struct, frozen=True, array_like=True):
-    """What the gradients of an iteration are multiplied by; None: it made no step. See `runtime.model.clipping`."""
+    """What the gradients of an iteration are multiplied by; None: it made no step. See
+    `runtime.model.state.clipping`."""
 
     iteration: int
     factor: float | None
@@ -58,7 +59,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The same, where workers keep parts of layers' optimizer states."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
     """There, the ranges whose parts stay as they are, as some have gone who keep them: with those by whom they are cut
-    (`runtime.model.parts.Cut.left`)."""
+    (`runtime.model.state.parts.Cut.left`)."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0

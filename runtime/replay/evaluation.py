@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from runtime.model.data import Microbatch
-from runtime.model.slices import Slices
-from runtime.model.steps import Steps
+from runtime.model.computing.slices import Slices
+from runtime.model.data.data import Microbatch
+from runtime.model.state.steps import Steps
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import BeforeOp, Executor, Feed
 from runtime.replay.recorder import Recorder

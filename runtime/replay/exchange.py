@@ -6,12 +6,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.own_ranks import RankForms, carried, carriers
 from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
+from runtime.model.ranks.own_ranks import RankForms, carried, carriers
 from runtime.replay.session import Session
 from runtime.replay.transfers import Arriving, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
-from schedules.schedule import Schedule
+from schedules.precedence import op_key, waits
+from schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
@@ -27,6 +28,15 @@ class TensorName(NamedTuple):
     slice: int
     pipeline: int
     microbatch: int
+
+
+class _Leaving(NamedTuple):
+    """What was sent and is kept: it may not have gone yet."""
+
+    outgoing: Outgoing
+    target: Worker
+    taken: tuple[int, int]
+    """The round and the place in its target's program of the op that takes it."""
 
 
 class Exchange:
@@ -71,8 +81,10 @@ class Exchange:
         self._arriving: dict[int, list[Arriving]] = {}
         self._ready: dict[int, list[Tensor]] = {}
         self._local: dict[TensorName, Value] = {}
-        self._leaving: list[Outgoing] = []
-        self._left_before: list[Outgoing] = []
+        self._leaving: list[_Leaving] = []
+        self._left_before: list[_Leaving] = []
+        self._made_and_taken = _places(schedule, [transfer for _, transfer in self._mine])
+        """Of each transfer, where its source's program makes it and where its target's takes it."""
 
     def give(self, iteration: int, name: TensorName, value: Value) -> None:
         """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
@@ -94,6 +106,7 @@ class Exchange:
             return self._local.pop(name)
         self._issue_through(number)
         found = [one.take() for one in self._arriving.pop(number)]  # the op runs at once: more are posted before the
+        self._let_go(number)
         return carried(found, *self._forms_of(name.kind, name.slice))  # next wait
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
@@ -107,18 +120,27 @@ class Exchange:
         self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
-        """Let go of what the iteration before this one sent. Raises CommunicationError.
+        """Let go of what is left of what the iteration before this one sent. Raises CommunicationError.
 
         That has long arrived: waiting for what was sent just now could hold up the next iteration.
         """
-        for outgoing in self._left_before:
-            outgoing.wait()
+        for left in self._left_before:
+            left.outgoing.wait()
         self._left_before, self._leaving = self._leaving, []
 
     def flush(self) -> None:
         """Wait until all that was sent has gone, at the end of the run. Raises CommunicationError."""
         self.end_iteration()
         self.end_iteration()
+
+    def _let_go(self, number: int) -> None:
+        """Free what had gone before its target made what has come: all that target took up to then."""
+        rounds, place = divmod(number, len(self._mine))
+        source, made = self._mine[place][1].source, (rounds, self._made_and_taken[place][0])
+        for kept in (self._left_before, self._leaving):
+            for left in [left for left in kept if left.target == source and left.taken <= made]:
+                left.outgoing.wait()
+                kept.remove(left)
 
     def _number(self, iteration: int, name: TensorName) -> int | None:
         place = self._place.get(name)
@@ -151,8 +173,11 @@ class Exchange:
     def _issue(self, number: int) -> None:
         tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving += [self._session.send(carrier, transfer.target, tag, own_rank)
-                              for own_rank, carrier in enumerate(self._ready.pop(number))]
+            rounds, place = divmod(number, len(self._mine))
+            taken = rounds, self._made_and_taken[place][1]
+            self._leaving += [
+                _Leaving(self._session.send(carrier, transfer.target, tag, own_rank), transfer.target, taken)
+                for own_rank, carrier in enumerate(self._ready.pop(number))]
         else:
             shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
             self._arriving[number] = [self._session.receive(shape, dtype, transfer.source, tag, own_rank)
@@ -172,3 +197,18 @@ class Exchange:
 
 def _name(transfer: Transfer) -> TensorName:
     return TensorName(transfer.kind, transfer.slice, transfer.pipeline, transfer.microbatch)
+
+
+def _places(schedule: Schedule, mine: Sequence[Transfer]) -> list[tuple[int, int]]:
+    """Of each transfer, where the program of its source makes it, and where that of its target takes it."""
+    programs = {worker: {op_key(op): place for place, op in enumerate(schedule.ops(worker))
+                         if op.kind in COMPUTE_KINDS}
+                for transfer in mine for worker in (transfer.source, transfer.target)}
+    found = []
+    for one in mine:
+        made, takes = programs[one.source], programs[one.target]
+        kinds = [OpKind.F] if one.kind == "activation" else [OpKind.I, OpKind.B]
+        taken = next(key for kind in kinds if (key := (kind, one.slice, one.pipeline, one.microbatch)) in takes)
+        path = schedule.path(one.pipeline, one.microbatch)
+        found.append((next(made[key] for key, rule in waits(taken, path) if rule.tensor), takes[taken]))
+    return found

@@ -6,11 +6,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from runtime.model.calling import Batch
-from runtime.model.data import Microbatch
+from runtime.model.computing.slices import SliceRunner, Slices
+from runtime.model.data.data import Microbatch
+from runtime.model.layers.calling import Batch
 from runtime.model.passed import Value
-from runtime.model.slices import SliceRunner, Slices
-from runtime.model.steps import Steps
+from runtime.model.state.steps import Steps
 from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.part_exchange import PartExchange
 from runtime.replay.recorder import Recorder
@@ -55,13 +55,17 @@ class Executor:
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
 
+    `sample_of` says which sample a micro-batch's name stands for: data, seeds and weights go by the sample, tensors
+    between workers by the name.
+
     `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
     raises ends the iteration.
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
-                 before_exchange: Callable[[], None] = lambda: None) -> None:
+                 before_exchange: Callable[[], None] = lambda: None,
+                 sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(session.worker)]
         self._split = schedule.backward == "split"
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
@@ -75,6 +79,7 @@ class Executor:
         self._recorder = recorder
         self._before_op = before_op
         self._before_exchange = before_exchange
+        self._sample_of = sample_of
         self._iteration = 0
         self._void_rounds = 0
         self._loss = 0.0
@@ -98,7 +103,8 @@ class Executor:
         return self._slices.take_loss()
 
     def _run_program(self) -> bool:
-        """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
+        """False when the iteration turned out to rest on a wrong guess of the step before
+        (`runtime.model.state.steps`)."""
         for place, step in enumerate(self._program):
             kind = step.op.kind
             self._before_op(self._iteration, place, kind)
@@ -214,7 +220,7 @@ class Executor:
 
     def _microbatch(self, op: Op) -> Microbatch:
         assert op.pipeline is not None and op.microbatch is not None
-        return Microbatch(self._iteration, op.pipeline, op.microbatch)
+        return self._sample_of(Microbatch(self._iteration, op.pipeline, op.microbatch))
 
     def _take(self, step: _Step) -> Value | None:
         """What the op waits for; None where it waits for nothing."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runtime.model.worker_group import WorkerGroup
+from runtime.model.layers.worker_group import WorkerGroup
 from schedules.schedule import Worker
 
 

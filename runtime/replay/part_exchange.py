@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from runtime.model.parts import Cut, Span
+from runtime.model.state.parts import Cut, Span
 from runtime.replay.session import BYTES_TAG, Session
 from runtime.replay.transfers import told_in_one_line
 from runtime.torch_private import Group

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.model.worker_group import Backend as RanksBackend
-from runtime.model.worker_group import Connection
+from runtime.model.layers.worker_group import Backend as RanksBackend
+from runtime.model.layers.worker_group import Connection
 from runtime.replay.backend import Backend, Gloo, Meeting
 from runtime.replay.group_store import GroupStore
 from runtime.replay.membership import Membership
@@ -74,7 +74,7 @@ class _Held(NamedTuple):
 class Links:
     """The process groups of one process, from order to order.
 
-    Over NCCL, a group lives on where the next order needs it, all of its members live, and nothing was aborted in it. So
+    Over NCCL, a group lives on where the next order needs it, all of its members live, and nothing was aborted in it:
     what a change costs depends on who comes and goes, not on how many workers there are. Groups over gloo stay open
     until the next order, as others may still take from them what they need for the end of an iteration.
     """

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from runtime.config import RunConfig
-from runtime.model.data import load_corpus
-from runtime.model.distributed_tensors import with_local_parameters
-from runtime.model.forms import forms
-from runtime.model.holding import build_holding, gradient_dtype
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.parts import cut
+from runtime.model.computing.forms import forms
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import load_corpus
+from runtime.model.layers.distributed_tensors import with_local_parameters
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.worker_group import enter_group
 from runtime.model.passed import TensorForm, carrier_form
-from runtime.model.slices import SliceRunner
-from runtime.model.worker_group import enter_group
+from runtime.model.state.holding import build_holding, gradient_dtype
+from runtime.model.state.parts import cut
 from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
 from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange

@@ -3,7 +3,6 @@
 It shares the model, the text and the optimizer with the runtime, and nothing of how stages are run.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import RunConfig, TrainingConfig
-from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
-from runtime.model.clipping import clip_factor
-from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
-from runtime.model.digest import parameter_digest
-from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
-from runtime.model.learning_rate import scale
-from runtime.model.optimizer import build_optimizer
-from runtime.model.parameter_groups import grouped
+from runtime.model.data.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
+from runtime.model.data.loss_weights import LossWeights
+from runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on_device
+from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
+from runtime.model.layers.sharing import sharing_of
 from runtime.model.passed import Value
-from runtime.model.sharing import sharing_of
-from runtime.model.undoable_steps import optimizer_factory
+from runtime.model.state.clipping import clip_factor, squares_of
+from runtime.model.state.digest import parameter_digest
+from runtime.model.state.learning_rate import scale
+from runtime.model.state.optimizer import build_optimizer
+from runtime.model.state.parameter_groups import grouped
+from runtime.model.state.undoable_steps import optimizer_factory
 
 CPU = torch.device("cpu")
 
@@ -67,13 +67,14 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
     optimizer = MasterWeights(layers, training) if training.master_weights else \
         build_optimizer(dict(enumerate(layers)), training, sharing)
     validation = load_validation(config, microbatches)
+    weights = LossWeights(corpus, training, microbatches)
     losses, evaluations = [], {}
     for iteration in range(iterations):
         total = 0.0
         for pipeline, count in enumerate(microbatches):
             for index in range(count):
                 loss = _loss(config, model, layers, corpus, Microbatch(iteration, pipeline, index))
-                scaled = loss / sum(microbatches)
+                scaled = loss * weights(Microbatch(iteration, pipeline, index))
                 scaled.backward()  # type: ignore[no-untyped-call]
                 total += scaled.item()
         factor = clip_factor(optimizer.squares().values(), training)
@@ -84,10 +85,12 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
         if validation is not None and is_evaluated(training, iteration):
             layers.eval()
             with torch.no_grad():
-                evaluations[iteration] = statistics.fmean(
-                    _loss(config, model, layers, validation, Microbatch(one, pipeline, index)).item()
-                    for one in range(training.evaluation_iterations)
-                    for pipeline, count in enumerate(microbatches) for index in range(count))
+                rounds = training.evaluation_iterations
+                of_validation = LossWeights(validation, training, microbatches, rounds)
+                samples = [Microbatch(one, pipeline, index) for one in range(rounds)
+                           for pipeline, count in enumerate(microbatches) for index in range(count)]
+                evaluations[iteration] = sum(of_validation(one) * _loss(config, model, layers, validation, one).item()
+                                             for one in samples) / rounds
             layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
     return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations,
@@ -110,7 +113,7 @@ class MasterWeights:
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of each layer's gradients."""
-        return {index: sum(parameter.grad.double().square().sum().item() for parameter in layer.parameters()
+        return {index: sum(squares_of(parameter.grad).item() for parameter in layer.parameters()
                            if parameter.grad is not None) for index, layer in enumerate(self._layers)}
 
     def step(self, iteration: int, factor: float) -> None:

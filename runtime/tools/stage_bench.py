@@ -7,16 +7,16 @@ import msgspec
 import torch
 
 from runtime.config import RunConfig
-from runtime.model.calling import on_device
-from runtime.model.clipping import watches_gradients
-from runtime.model.data import Data, Microbatch
-from runtime.model.holding import Holding, keeps_parts
-from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import elements_of
-from runtime.model.parts import Span, cut
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Data, Microbatch
+from runtime.model.layers.calling import on_device
 from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
-from runtime.model.rank_optimizers import RankOptimizers
-from runtime.model.slices import SliceRunner
+from runtime.model.ranks.rank_optimizers import RankOptimizers
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.holding import Holding, keeps_parts
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import elements_of
+from runtime.model.state.parts import Span, cut
 from runtime.torch_private import LivingStorages, TensorWatch
 from schedules.schedule import Worker
 

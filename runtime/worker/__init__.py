@@ -8,8 +8,8 @@
     speed test       now and      runs ops by itself where the worker was left out as too slow (`speed_test`)
                      then
     steps of copies  one a step   steps what the worker keeps of others' optimizer states, while it computes
-                                  (`runtime.model.late_steps`)
-    saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoint`)
+                                  (`runtime.model.state.late_steps`)
+    saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoints.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that come in, as they can take them, while this
                                   one trains (`layer_sender`, `layer_server`)
@@ -30,6 +30,7 @@ Its parts:
     reports              what is reported of each, and acknowledged
     activity             what it does at a moment
     connections, sockets which sockets are cut when an order ends
+    device_memory        what is done where a device has no room
     freed_memory         goes back to the system when an order has ended
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker

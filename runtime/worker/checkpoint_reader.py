@@ -5,8 +5,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoint import Checkpoint, CheckpointError, complete, identity_of, load, open_checkpoint
-from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    complete,
+    identity_of,
+    load,
+    open_checkpoint,
+)
+from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.processes.worker_start import NodeSettings
 from runtime.run_folder import CHECKPOINTS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
-from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.checkpoints.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
+from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
@@ -33,19 +33,14 @@ class Checkpointer:
         self._sharing = sharing
         self._worker = worker
         self._tell = tell
-        self._asked: int | None = None
         self._saving: Saving | None = None
 
-    def due(self, iteration: int) -> bool:
-        """Whether the state before an iteration is to be saved."""
+    def due(self, iteration: int, asked: int | None) -> bool:
+        """Whether the state before an iteration is to be saved; `asked` is the one of this order that node 0 chose."""
         if self._every is None:
-            return iteration == self._asked
+            return iteration == asked
         return self._folder is not None and self._every > 0 and iteration > self._first \
             and iteration % self._every == 0
-
-    def ask(self, iteration: int) -> None:
-        """The coordinator wants the state before an iteration."""
-        self._asked = iteration
 
     def save(self, iteration: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Begin to save layers as they are before an iteration; returns once they are copied."""

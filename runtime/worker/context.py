@@ -6,16 +6,17 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config import RunConfig
-from runtime.model.data import Data
-from runtime.model.layers import LayeredModel
-from runtime.model.own_ranks import RankForms
+from runtime.model.data.data import Data
+from runtime.model.layers.layered_model import LayeredModel
+from runtime.model.layers.sharing import Sharing
+from runtime.model.layers.worker_group import WorkerGroup
 from runtime.model.passed import Form
-from runtime.model.sharing import Sharing
-from runtime.model.worker_group import WorkerGroup
+from runtime.model.ranks.own_ranks import RankForms
 from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import ToWorker, Train
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.placement import Placement
 from runtime.replay.session import Links, Session
 from runtime.replay.sockets import Sockets
@@ -23,6 +24,7 @@ from runtime.torch_private import TCPStore
 from runtime.worker.activity import Activity
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import RankReceivers, RankSenders
 from schedules.schedule import Schedule, Worker
@@ -58,6 +60,7 @@ class WorkerContext:
     by_rank: RankForms
     """As each rank does that it stands for."""
     layer_store: LayerStore
+    memory: DeviceMemory
     checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
@@ -88,6 +91,8 @@ class OrderContext:
     schedule: Schedule
     session: Session
     activity: Activity
+    samples: DealtSamples
+    """What the names of the schedule stand for."""
 
     @property
     def worker(self) -> Worker:

@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from runtime.model.clipping import watches_gradients
+import torch
+
 from runtime.model.seeds import GENERATORS
-from runtime.protocol.to_coordinator import Known, Paused, Status
+from runtime.model.state.clipping import watches_gradients
+from runtime.protocol.to_coordinator import Known, Note, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.membership import Membership
 from runtime.replay.session import Session
 from runtime.replay.stuck_calls import OPEN_CALLS
@@ -51,7 +54,9 @@ class Generation:
         self._connected = False
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, session=self._session,
-                                  activity=self._activity)
+                                  activity=self._activity,
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+        self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._transfers: Sequence[Transfer] = ()
         self._training: Training | None = None
@@ -147,7 +152,7 @@ class Generation:
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut
-        reason = None
+        reason, out_of_memory = None, False
         try:
             self._context.injector.at(self._order.first_iteration, "ordered")
             self._session.require()
@@ -160,6 +165,15 @@ class Generation:
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
+        except torch.OutOfMemoryError:
+            reason = self._context.memory.ran_out(self._reports.reached + 1, self._context.layer_store.holding)
+            self._context.channel.send(Note(self._context.worker, reason))
+            out_of_memory = True
+        finally:
+            self._part.samples.close()
+        if out_of_memory:  # and nothing of the iteration is held any more
+            self._context.memory.give_back()
+        if reason is not None:
             self._session.abort()  # others may wait for this worker
         self._session.release()
         self._say_paused(reason)

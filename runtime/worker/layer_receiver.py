@@ -3,7 +3,7 @@
 The layers come from several live workers side by side, each with its optimizer's state. Where training goes on, that is
 the state before some step; then come the gradients of that step and of each one after it, and the receiver makes the
 same steps with an optimizer of its own for each layer. Optimizers are elementwise, so that they end in the same bits.
-Of parts of layers, where workers keep these, it is the same (`runtime.model.followed_part`).
+Of parts of layers, where workers keep these, it is the same (`runtime.model.state.followed_part`).
 When the generation begins that the layers are for, every sender sends the iteration that is committed, and a receiver
 that was one step further goes back. Where all wait, the senders send it right after the state.
 """
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.followed_part import CopiedPart, FollowedPart
-from runtime.model.holding import Holding
-from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.part_state import PartState
+from runtime.model.state.followed_part import CopiedPart, FollowedPart
+from runtime.model.state.holding import Holding
+from runtime.model.state.optimizer import UndoableOptimizer
+from runtime.model.state.part_state import PartState
 from runtime.protocol.authentication import Secret, introduce
 from runtime.protocol.to_worker import LayerMove, PartMove
 from runtime.replay.sockets import Sockets, sockets_of

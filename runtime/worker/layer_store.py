@@ -2,24 +2,31 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from runtime.model.holding import Holding
-from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.own_ranks import joined_state
-from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, put, span_of, whole
-from runtime.model.parts import Cut, Elements
-from runtime.model.shards import cut_state, shards_of, whole_state
-from runtime.model.worker_group import first_rank, worker_group
+from runtime.model.layers.shards import cut_state, shards_of, whole_state
+from runtime.model.layers.worker_group import first_rank, worker_group
+from runtime.model.ranks.own_ranks import joined_state
+from runtime.model.state.holding import Holding
+from runtime.model.state.optimizer import UndoableOptimizer
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
+from runtime.model.state.parts import Cut, Elements
 from runtime.protocol.to_coordinator import Kept
 from runtime.worker.layer_messages import PartName
 from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
-Build = Callable[[Iterable[int]], Holding]
-"""Makes layers as they are before iteration 0."""
+
+class Build(Protocol):
+    """Makes layers."""
+
+    def __call__(self, layers: Iterable[int], *, filled: bool) -> Holding:
+        """As they are before iteration 0; unless `filled`, their states are to be loaded."""
+
+
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
 """The whole states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
 ByRank = Sequence[Sequence[PartState]]
@@ -32,7 +39,7 @@ class LayerStore:
     def __init__(self, build: Build, restore: Restore) -> None:
         self._build = build
         self._restore = restore
-        self.holding = build(())
+        self.holding = build((), filled=True)
         self._prepared: dict[int, Holding] = {}
         self._received: list[PartState] = []
         """What has been read or has come for an order, where workers keep parts of layers' states."""
@@ -41,13 +48,14 @@ class LayerStore:
         """Layers that an order needs and that are not held yet."""
 
     def prepare(self, layers: Iterable[int]) -> None:
-        """Build layers that are likely to be needed soon."""
+        """Build layers that are likely to be needed soon, and to come from others."""
         for layer in layers:
-            self._prepared[layer] = self._build([layer])
+            self._prepared[layer] = self._build([layer], filled=False)
 
     def fresh(self, layer: int) -> Holding:
-        """A layer that is not held, prepared or built. May be called from another thread."""
-        return self._prepared.pop(layer, None) or self._build([layer])
+        """A layer that is not held, prepared or built, and whose state is to be loaded. May be called from another
+        thread."""
+        return self._prepared.pop(layer, None) or self._build([layer], filled=False)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -57,8 +65,10 @@ class LayerStore:
     def restore(self, layers: Collection[int], iteration: int) -> None:
         """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
         lacking = sorted(set(layers) - self.holding.modules.keys())
-        fresh = {layer: self.fresh(layer) for layer in lacking}
-        for layer, state in self._restore(iteration, lacking).items():
+        states = self._restore(iteration, lacking)
+        fresh = {layer: self.fresh(layer) if layer in states else self._build([layer], filled=True)
+                 for layer in lacking}
+        for layer, state in states.items():
             one = fresh[layer]
             assert isinstance(one.optimizer, UndoableOptimizer)
             one.optimizer.load_layer_state(layer, cut_state(state, shards_of(one.modules[layer]), worker_group()))
@@ -71,7 +81,12 @@ class LayerStore:
     def read(self, layers: Collection[int], iteration: int) -> None:
         """Where workers keep parts: read layers as they were before an iteration. Raises CheckpointError."""
         self._received = []
-        for layer, state in self._restore(iteration, sorted(layers)).items():
+        states = self._restore(iteration, sorted(layers))
+        for layer in set(layers) - states.keys() - self.holding.modules.keys():
+            module = self._build([layer], filled=True).modules[layer]
+            with self._building:
+                self._built[layer] = module
+        for layer, state in states.items():
             module = self.module(layer)
             self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
 

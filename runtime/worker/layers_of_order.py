@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from runtime.model.checkpoint import CheckpointError
-from runtime.model.holding import keeps_parts
-from runtime.model.parts import cuts_of
+from runtime.model.checkpoints.checkpoint import CheckpointError
+from runtime.model.state.holding import keeps_parts
+from runtime.model.state.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
 from runtime.replay.transfers import CommunicationError
@@ -79,7 +79,10 @@ def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[
 
 
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
-    """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
+    """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now.
+
+    Where any move, nobody drops one before all have theirs: whoever dies meanwhile may be the only one that has it.
+    """
     order, context, require = part.order, part.context, part.session.require
     part.activity.begins(f"{WAITS} for layers to move")
     context.layer_receiver.begin([
@@ -87,4 +90,8 @@ def _move(part: OrderContext, needed: frozenset[int]) -> None:
         for rank in context.ranks])
     receivers = {move.target for move in order.moves if move.source == part.worker}
     context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
-    context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))
+    store, taken = context.layer_store, context.layer_receiver.take(order.number, order.fetch, require)
+    if order.moves or order.fetch:
+        store.keep(needed.union(store.holding.modules), taken)
+        part.session.wait_for_all()
+    store.keep(needed, taken)

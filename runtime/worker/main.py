@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 
 import msgspec
@@ -9,22 +10,24 @@ import torch
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
-from runtime.model.slices import SliceRunner
-from runtime.model.token_data import BadTokenError
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.token_data import BadTokenError
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import build_holding
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
-from runtime.protocol.coordinator_link import CoordinatorLink
+from runtime.protocol.coordinator_link import Connect, CoordinatorLink
 from runtime.protocol.rendezvous import RendezvousError, interface_towards
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Failed, JoinWorker
 from runtime.protocol.to_worker import ToWorker
+from runtime.worker.device_memory import NoRoomError
 from runtime.worker.main_thread import MainThread
 from schedules.tables.relabel import preload
 
 CONNECT_SECONDS = 60.0
+RETRY_SECONDS = 0.2
 _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
@@ -39,8 +42,8 @@ def main(task: bytes) -> int:
         def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
             return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
 
-        channel = connect(JoinWorker(spec.worker, rank=spec.rank, stands_for=spec.stands_for), CONNECT_SECONDS)
-        link = CoordinatorLink(channel, channel.wait_for(Setup), connect)
+        channel, setup = _join(spec, connect)
+        link = CoordinatorLink(channel, setup, connect)
         try:
             return MainThread(spec, link).serve()
         except RendezvousError:
@@ -48,13 +51,30 @@ def main(task: bytes) -> int:
         except Exception as error:
             traceback.print_exc()
             link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
-                             everywhere=isinstance(error, BadTokenError)))
+                             everywhere=isinstance(error, BadTokenError | NoRoomError)))
         finally:
             link.close()
     except RendezvousError as error:
         # Without node 0 there is no coordinator to report to.
         print(first_line(error), file=sys.stderr)
     return 1
+
+
+def _join(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorker], Setup]:
+    """The connection to node 0, and its answer; of another one where the first dies before it has answered.
+
+    Raises RendezvousError.
+    """
+    deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
+    while True:
+        channel = connect(JoinWorker(spec.worker, rank=spec.rank, stands_for=spec.stands_for), CONNECT_SECONDS)
+        try:
+            return channel, channel.wait_for(Setup)
+        except RendezvousError:
+            channel.close()
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def warm_up() -> None:

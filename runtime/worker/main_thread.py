@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 from runtime.processes.worker_start import WorkerSpec
@@ -30,15 +29,13 @@ from runtime.worker.context import WorkerLink
 from runtime.worker.generation import Generation
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
 from runtime.worker.order_threads import OrderThreads
-from runtime.worker.setting_up import set_up
+from runtime.worker.setting_up import STORE_TIMEOUT, set_up
 from schedules.codec import decode
 from schedules.schedule import Worker
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
-STORE_TIMEOUT = timedelta(seconds=10)
-"""Of another coordinator, which listens."""
 RETRY_SECONDS = 0.2
 """From one attempt to reach another coordinator to the next."""
 

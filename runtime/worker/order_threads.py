@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from runtime.model.digest import tensor_digest
-from runtime.model.holding import build_holding, keeps_parts
-from runtime.model.parameters import save_layer
-from runtime.model.shards import whole_layer
-from runtime.model.slices import SliceRunner
+from runtime.model.checkpoints.parameters import save_layer
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.layers.shards import whole_layer
+from runtime.model.state.digest import tensor_digest
+from runtime.model.state.holding import build_holding, keeps_parts
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
 from runtime.replay.membership import Membership

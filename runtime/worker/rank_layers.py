@@ -1,7 +1,7 @@
 """Layers of each rank that a process stands for, handed on and fetched as the rank itself would.
 
-There is one sender, and one receiver, for each of these ranks (`runtime.model.own_ranks`); mostly that is one. Others
-reach a rank at its own address, wherever it is.
+There is one sender, and one receiver, for each of these ranks (`runtime.model.ranks.own_ranks`); mostly that is one.
+Others reach a rank at its own address, wherever it is.
 """
 
 import threading
@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from runtime.model.holding import Holding
-from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.own_ranks import joined_state
-from runtime.model.shards import Shards, shards_of, state_of_rank
+from runtime.model.layers.shards import Shards, shards_of, state_of_rank
+from runtime.model.ranks.own_ranks import joined_state
+from runtime.model.state.holding import Holding
+from runtime.model.state.optimizer import UndoableOptimizer
 from runtime.replay.sockets import Sockets
 from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from runtime.model.parts import Cut, Elements
-from runtime.model.rank_holding import RankHolding
+from runtime.model.ranks.rank_holding import RankHolding
+from runtime.model.state.parts import Cut, Elements
 from runtime.protocol.to_coordinator import Kept
 from runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
 from schedules.layers import LayerRange

@@ -3,8 +3,8 @@
 import math
 import queue
 
-from runtime.model.clipping import watches_gradients
-from runtime.model.steps import Steps
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.steps import Steps
 from runtime.protocol.to_coordinator import Ran, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor
 from runtime.replay.recorder import Recorder
@@ -31,6 +31,8 @@ class Reports:
         """The iteration whose report is to be acknowledged."""
         self.reached = part.order.first_iteration - 1
         """The last iteration that this worker may have stepped: it is being evaluated, or reported, or was."""
+        self.save_before: int | None = None
+        """The iteration of this order before whose step all members save, where node 0 has chosen one."""
 
     def acknowledged(self, message: Acknowledged) -> None:
         """The coordinator has acknowledged a report."""
@@ -71,7 +73,7 @@ class Reports:
             raise OrderEndedError("the order is over, or node 0 is gone")
         assert answer.iteration == iteration
         if answer.save:
-            context.checkpointer.ask(iteration + 1)
+            self.save_before = iteration + 1
         context.injector.at(iteration, "reported")
         if answer.stop:
             raise OrderStoppedError

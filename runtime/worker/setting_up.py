@@ -2,36 +2,44 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 
 import torch
 
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.followed_part import SteppedPart
-from runtime.model.forms import forms
-from runtime.model.holding import Holding, build_holding, keeps_parts
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.own_ranks import RankForms
-from runtime.model.part_state import PartState
-from runtime.model.rank_holding import RankHolding
-from runtime.model.rank_parts import RankParts
-from runtime.model.sharing import Sharing, sharing_of
-from runtime.model.worker_group import enter_group, standing_in
+from runtime.model.computing.forms import forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.sharing import Sharing, sharing_of
+from runtime.model.layers.worker_group import enter_group, standing_in
+from runtime.model.ranks.own_ranks import RankForms
+from runtime.model.ranks.rank_holding import RankHolding
+from runtime.model.ranks.rank_parts import RankParts
+from runtime.model.state.followed_part import SteppedPart
+from runtime.model.state.holding import Holding, build_holding, keeps_parts
+from runtime.model.state.part_state import PartState
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.rendezvous import address_towards, connect_store
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected
+from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
+from runtime.protocol.to_worker import Leave
 from runtime.replay.placement import Placement
 from runtime.replay.session import Links
+from runtime.torch_private import TCPStore
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.context import WorkerContext, WorkerLink
+from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
 from runtime.worker.rank_stores import RankStores
 from schedules.schedule import Worker
+
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Of a coordinator that listens, or is gone."""
 
 
 def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
@@ -48,12 +56,13 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     layer_store = _layer_store(spec, model, checkpoints)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store),
-        links=Links(setup.transport), setup=setup,
+        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
+        links=Links(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
+        memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
         layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
@@ -62,12 +71,29 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
             for _ in range(spec.stands_for)], layer_store))
 
 
+def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
+    """Node 0's store; that of another node 0, where the first has died meanwhile. Raises RendezvousError."""
+    deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
+    hello = JoinWorker(spec.worker, link.setup.epoch, spec.rank, spec.stands_for)
+    while True:
+        try:
+            return connect_store(link.setup.store, STORE_TIMEOUT)
+        except RendezvousError:
+            if time.monotonic() > deadline:
+                raise
+        with suppress(RendezvousError):
+            store = link.follow_another(hello, Leave, lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+            if isinstance(store, TCPStore):
+                return store
+            deadline = 0.0  # that goes on without this worker
+
+
 def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader) -> LayerStore:
     """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
     training = spec.settings.config.training
 
-    def build(layers: Iterable[int]) -> Holding:
-        return build_holding(model, layers, training)
+    def build(layers: Iterable[int], *, filled: bool) -> Holding:
+        return build_holding(model, layers, training, filled=filled)
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
@@ -90,7 +116,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharin
         return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
 
     def build(rank: int, layer: int) -> Holding:
-        return _built_at(spec, device, rank, [layer])
+        return _built_at(spec, device, rank, [layer], filled=False)
 
     told = AllUpToDate(events, ranks)
     stores = store.by_rank if keeps_parts(training) else [store] * ranks
@@ -104,12 +130,12 @@ def _ranks(spec: WorkerSpec) -> range:
 
 
 def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int],
-              kind: type[Holding] = Holding) -> Holding:
-    """Layers as a rank of a whole worker has them."""
+              kind: type[Holding] = Holding, *, filled: bool) -> Holding:
+    """Layers as a rank of a whole worker has them; unless `filled`, their states are to be loaded."""
     config, training = spec.settings.config, spec.settings.config.training
     with standing_in(training.tensor_parallel, rank):
         model = model_for(config.model, training.seed, parameter_dtype(training), device)
-        return build_holding(model, layers, training, kind)
+        return build_holding(model, layers, training, kind, filled=filled)
 
 
 class _FetchReports(ReceiverEvents):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.model.worker_group import WorkerGroup
+from runtime.model.layers.worker_group import WorkerGroup
 from runtime.protocol.failure_injection import Slowdown, factor_at
 from runtime.replay.recorder import Recorder
 from schedules.schedule import COMPUTE_KINDS, Op

@@ -2,10 +2,10 @@
 
 import torch
 
-from runtime.model.calling import on_device
-from runtime.model.data import Microbatch
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch
+from runtime.model.layers.calling import on_device
 from runtime.model.passed import Form, Value, gradient_form, made
-from runtime.model.slices import SliceRunner
 from runtime.protocol.to_worker import MeasureSpeed
 from runtime.replay.recorder import OpTime
 from runtime.worker.context import WorkerContext

@@ -6,13 +6,14 @@ from functools import partial
 
 from torch import Tensor
 
-from runtime.model.calling import Batch, on_device
-from runtime.model.clipping import watches_gradients
-from runtime.model.data import Data, Microbatch, is_evaluated
-from runtime.model.holding import keeps_parts
-from runtime.model.part_state import PartState, pack_parts, unpack_parts
-from runtime.model.slices import Slices
-from runtime.model.steps import Steps
+from runtime.model.computing.slices import Slices
+from runtime.model.data.data import Data, Microbatch, is_evaluated
+from runtime.model.data.loss_weights import LossWeights
+from runtime.model.layers.calling import Batch, on_device
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.holding import keeps_parts
+from runtime.model.state.part_state import PartState, pack_parts, unpack_parts
+from runtime.model.state.steps import Steps
 from runtime.protocol.to_coordinator import Started
 from runtime.replay.evaluation import Evaluation, EvaluationMode
 from runtime.replay.exchange import Exchange
@@ -51,17 +52,19 @@ class Training:
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
         exchange = self._exchange(part.schedule, self._stretch(first))
+        weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
-                        context.model, loss_scale=setup.loss_scale, config=context.config)
+                        context.model, loss_scale=weights, config=context.config)
         executor = Executor(
             part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
-            before_exchange=self._reports.require_acknowledged)
-        evaluate = self._evaluation(slices, executor)
+            before_exchange=self._reports.require_acknowledged, sample_of=part.samples)
+        evaluate = self._evaluation(slices, executor, weights)
         context.channel.send(Started(part.worker, part.order.number))
         first_traced = max(first, setup.iterations - setup.traced)
         with contextlib.suppress(OrderStoppedError):
             for iteration in range(first, setup.iterations):
+                part.samples.begin(iteration)
                 if iteration == first_traced and setup.nodes > 1:
                     # Not before: it takes many trips between the nodes, and no recovery should wait for them.
                     self._reports.require_acknowledged()
@@ -99,9 +102,12 @@ class Training:
             executor.gather_again()
             self.steps.void = False
 
-    def _evaluation(self, slices: Slices, executor: Executor) -> Callable[[int], float]:
+    def _evaluation(self, slices: Slices, executor: Executor, weights: LossWeights) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
         part, context, made = self._part, self._part.context, list[Evaluation]()
+        validation = None if context.validation is None else LossWeights(
+            context.validation, context.config.training, context.setup.microbatches,
+            context.config.training.evaluation_iterations)
 
         def before_op(iteration: int, place: int, kind: OpKind) -> None:
             reached = self._reports.reached
@@ -112,13 +118,17 @@ class Training:
         def evaluate(iteration: int) -> float:
             self._validate(executor)
             self._reports.reached = iteration
-            assert context.validation is not None
+            assert context.validation is not None and validation is not None
             if not made:
                 made.append(Evaluation(
                     part.schedule, session=self._session, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
                     iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
-            return made[0].run()
+            slices.weigh(validation)
+            try:
+                return made[0].run()
+            finally:
+                slices.weigh(weights)
 
         return evaluate
 
@@ -133,7 +143,7 @@ class Training:
             context.injector.at(iteration, "A")
         elif kind is OpKind.O:
             context.injector.at(iteration, "O")
-            if context.checkpointer.due(iteration):
+            if context.checkpointer.due(iteration, self._reports.save_before):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
                 context.checkpointer.save(iteration, self._whole_states())
             context.layer_sender.wait_for_room(require)

@@ -44,7 +44,7 @@ class TableError(DocumentError):
     """The table cannot be used. The message is one line."""
 
 
-class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What all entries of a table have in common: the job, with times in ticks, and how it was planned."""
 
     job: str
@@ -58,6 +58,8 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     time_limit: float
     """Seconds of planning for each entry."""
     seed: int
+    steps: int | None = None
+    """Counted steps for each entry in place of seconds."""
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -14,7 +14,7 @@ from schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 
 def run(*arguments):

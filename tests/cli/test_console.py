@@ -25,3 +25,30 @@ def test_work_goes_on_where_nobody_reads_stderr_any_more():
     process.stderr.close()
     answer, _ = process.communicate("\n", timeout=SECONDS)
     assert answer == "ends\n" and process.returncode == 0
+
+
+WIDE = """
+from rich.table import Table
+from cli.shared.console import out
+table = Table("policy", "mostly")
+table.add_row("slipstream", "slower even when whole " * 8)
+out.print(table)
+out.print("a sentence of many words " * 10)
+"""
+
+
+def printed(**environment: str) -> list[str]:
+    """Lines that come through a pipe."""
+    usual = {name: value for name, value in command_environment().items() if name != "COLUMNS"}
+    return subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, timeout=SECONDS, check=True,
+                          env={**usual, **environment}).stdout.splitlines()
+
+
+def test_in_a_pipe_nothing_is_folded_or_cut():
+    *table, sentence = printed()
+    assert any("slower even when whole " * 8 in line for line in table)
+    assert sentence.strip() == ("a sentence of many words " * 10).strip()
+
+
+def test_columns_says_how_wide_a_pipe_is():
+    assert max(map(len, printed(COLUMNS="60"))) == 60

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.shared.degraded_workers import may_degrade, with_less_room
-from cli.shared.failure_schedules import has_room
 from planner.degraded import with_degraded
+from planner.failures import has_room
 from planner.job.file import parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config

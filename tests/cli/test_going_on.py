@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from runtime import launch
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.protocol.authentication import VARIABLE
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command
@@ -124,6 +124,7 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     assert len(losses_in(out)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
     """SIGTERM at the launcher of node 1; node 0 trains to the end."""

@@ -146,6 +146,7 @@ def quick_commands(folder, schedule):
     }
 
 
+@pytest.mark.slow
 def test_no_control_characters_in_pipes(tmp_path, schedule, monkeypatch):
     for name in set(os.environ) - set(ENVIRONMENT):
         monkeypatch.delenv(name)
@@ -200,6 +201,7 @@ def test_colours_in_terminals_unless_no_color(tmp_path, schedule):
 # --- Where answers go -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
 @pytest.mark.parametrize("name", ["check", "plan", "show", "plan help"])
 def test_a_full_disk_is_told_in_one_line(name, tmp_path, schedule):
@@ -285,6 +287,7 @@ LONG = {
 a table and a training run is tested with those."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_is_clean(name, tmp_path, schedule):
     """Exit 130; no traceback; no process is left."""

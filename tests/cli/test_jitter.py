@@ -10,7 +10,7 @@ from planner.plan import plan_job
 from schedules.codec import write
 from tests.jobs import grid
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 
 def slipstream(*arguments):

@@ -11,7 +11,7 @@ from schedules.codec import read
 from schedules.schedule import Worker
 from tests.cli.test_table import JOB
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 DEEP = JOB.replace("stages = 2", "stages = 3").replace("microbatches = 3", "microbatches = 4")
 

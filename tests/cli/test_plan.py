@@ -19,7 +19,7 @@ from schedules.check import check
 from schedules.codec import read
 from tests.patience import SECONDS
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = """
 pipelines = 3
@@ -134,6 +134,7 @@ layers = 4
 """
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_where_memory_is_tight(tmp_path):
     """By the job file's choice; where it leaves none to the planner, the answer says what that would give."""
     plain, auto = tmp_path / "plain.toml", tmp_path / "auto.toml"
@@ -155,6 +156,7 @@ def test_what_is_computed_again_where_memory_is_tight(tmp_path):
 WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
 
 
+@pytest.mark.slow
 def test_what_a_plan_takes_to_move(tmp_path):
     """Roles of a stage with two dead workers: a layer of 2 GB each, at 1e9 bytes a second, from the one that is left.
     """
@@ -205,6 +207,30 @@ def test_the_fault_free_period_is_kept_and_never_longer_than_what_a_broken_plan_
     (kept,) = (tmp_path / "cache" / "slipstream" / "fault-free").iterdir()
     kept.write_text("{")
     assert json.loads(slipstream(*command, "0.01").stdout)["fault_free_period"] > 0
+
+
+UNEVEN = """
+pipelines = 2
+stages = 2
+microbatches = 2
+[time]
+forward = [1, 9]
+backward_input = [1, 9]
+backward_weight = [1, 9]
+[placement]
+layers = [1, 9]
+"""
+
+
+def test_the_reference_is_of_layers_in_place_whatever_was_planned_before(tmp_path, monkeypatch):
+    """Two workers that share nine layers and one are faster than any four with layers in place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.toml").write_text(UNEVEN)
+    dead, moving = ["--failed", "0.0"], ["--layers", "move"]
+    answers = [json.loads(slipstream("plan", tmp_path / "job.toml", *more, "--time-limit", "1", "--json").stdout)
+               for more in (dead, [*dead, *moving], moving, dead, [])]
+    assert len({answer["fault_free_period"] for answer in answers}) == 1, answers
+    assert answers[1]["period"] < answers[0]["period"] == answers[0]["fault_free_period"]
 
 
 def test_a_reference_that_is_not_known_well_is_a_range(tmp_path, monkeypatch):

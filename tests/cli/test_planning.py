@@ -4,12 +4,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from planner.job.file import read_job
 from planner.plan import plan_job
 from planner.search import compiled
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = "pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
 LINE = "compiling the planner's inner loops"
@@ -44,6 +44,7 @@ def test_commands_that_plan_say_that_they_compile_first(job, not_compiled, tmp_p
     assert LINE not in first.stdout
 
 
-def test_a_run_compiles_before_its_first_failure(job, not_compiled, tmp_path, capsys):
-    scheduler(read_job(tmp_path / "job.toml"), job, None)
-    assert capsys.readouterr().err.count(LINE) == 1
+def test_a_run_compiles_before_its_first_failure(job, not_compiled, tmp_path):
+    said = []
+    FailurePlanner(read_job(tmp_path / "job.toml"), job, progress=said.append)
+    assert len(said) == 1 and LINE in said[0]

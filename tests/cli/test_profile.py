@@ -16,8 +16,8 @@ from planner.job.layers import layer_costs
 from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.model.layers import model_for
-from runtime.model.worker_group import standing_in
+from runtime.model.layers.layered_model import model_for
+from runtime.model.layers.worker_group import standing_in
 from runtime.processes import fork_server
 from runtime.tools.profile import Profile, profile
 from runtime.tools.stage_bench import StageProfile

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 
 def slipstream(*arguments):

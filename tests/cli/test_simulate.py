@@ -17,7 +17,7 @@ from cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = """
 name = "small"
@@ -187,6 +187,7 @@ def test_workers_of_a_node_fail_together(job, tmp_path):
     assert "2 nodes: all of a node is down while a part of it is" in drawn["notes"]
 
 
+@pytest.mark.slow
 def test_slow_workers_are_drawn(job):
     arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
                  "recycle")
@@ -212,7 +213,7 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--trace", "none.txt"], "none.txt: cannot be read"),
     (["--trace", "job.toml"], "job.toml: line 2: 'name = \"small\"'; expected `YYYY"),
     (["--policy", "magic"], "--policy magic: expected one of slipstream, "),
-    (["--preset", "magic"], "--preset magic: expected one of llama-3, meta-rsc"),
+    (["--preset", "magic"], "--preset magic: expected one of llama-3, llama-3-domains, meta-rsc"),
     (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
     (["--table", "none"], "--table: none"),
     (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),

@@ -16,7 +16,7 @@ from cli.app import app
 from schedules.tables.table import Table
 from tests.patience import SECONDS
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 JOB = """
 pipelines = 3

@@ -204,6 +204,7 @@ def test_schedules_come_from_a_table(job, tmp_path):
     assert refused.exit_code == 2 and "its pipelines are 2, the job's 3" in refused.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(job, tmp_path):
     running = start(job, "--iterations", 100_000, "--method", "greedy", "--out", tmp_path / "out")
     losses = tmp_path / "out" / "losses.jsonl"
@@ -218,6 +219,7 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     wait_until_gone(processes)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path):
     """As the lines say; the next one would end the run."""
     job.write_text(JOB.replace("stages = 2", "stages = 4").replace("microbatches = 2", "microbatches = 7")

@@ -10,12 +10,14 @@ from tests.patience import SECONDS
 from tests.runtime.launchers import Launcher
 from tests.runtime.running import command_environment, tiny_text
 
+pytestmark = pytest.mark.slow
+
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 """The installed command."""
 SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "schedules/__init__.py", "planner/__init__.py")
 MODEL = """
 import helper
-from runtime.model.gpt import GPT
+from runtime.model.layers.gpt import GPT
 
 def model(config, seed, dtype, device):
     return GPT(config, seed, dtype, device)

@@ -107,7 +107,7 @@ def until(throughput: float, samples: int) -> ProgressCallback:
     ("Slipstream, at once", lambda job, failed, progress: plan_job(job, failed, time_limit=30, progress=progress)),
     ("1F1B", lambda job, failed, _: plan_job(job, failed, method="1f1b")),
 ])
-def test_what_a_failure_costs(row, plan, steady_clock):
+def test_what_a_failure_costs(row, plan, counted_steps):
     """What is said is planned, or 2 % less than that: a search that is not over may end anywhere."""
     job = parse_job(preset("llama-3-8b"))
     for failed, said in zip(([], ONE, FIVE), samples(row), strict=True):
@@ -116,7 +116,7 @@ def test_what_a_failure_costs(row, plan, steady_clock):
         assert said * (1 - (0.002 if row == "1F1B" or not failed else 0.02)) <= found <= said * 1.02
 
 
-def test_what_dropping_a_replica_and_restarting_cost(tmp_path, steady_clock):
+def test_what_dropping_a_replica_and_restarting_cost(tmp_path, counted_steps):
     """The trace is the one that README writes, a day with 31 workers, or 27 for five."""
     job, trace = tmp_path / "job.toml", tmp_path / "trace.csv"
     job.write_text(preset("llama-3-8b"))
@@ -140,7 +140,7 @@ def test_losses_of_the_table():
             assert float(percent) == pytest.approx(100 * (1 - float(number) / whole), abs=0.8)
 
 
-def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch, steady_clock):
+def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch, counted_steps):
     """Every line in a text block that ends a `plan`: the same words, and numbers that are nearly the same."""
     monkeypatch.chdir(tmp_path)
     slipstream("new", "--preset", "llama-3-8b", "--out", "job.toml")

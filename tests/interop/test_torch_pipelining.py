@@ -42,6 +42,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_torch_runs_our_orders_with_the_gradients_of_one_process(folder):
     """Linear and V-shaped, with torch's communication and with ours; the ranks themselves compare."""
     assert (folder / "rank2.json.gz").exists()

@@ -1,12 +1,15 @@
 """Plans in torchtitan: its own command line and code run them, and gradients are those of one process.
 
-torchtitan needs triton, which takes a gigabyte; `pip install -e '.[torchtitan]'` installs both.
+torchtitan needs triton, which takes a gigabyte: `make neighbours` installs both, and the older version beside them.
 """
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -37,8 +40,36 @@ def plan_file(path, job, failed=()):
     return path
 
 
-@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
-                    reason="torchtitan is not installed: pip install -e '.[torchtitan]'")
+installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
+                               reason="torchtitan is not installed: make neighbours")
+OLDER = Path(__file__).parents[2] / "out" / "neighbours" / "torchtitan-0.2.2"
+"""Where `make neighbours` installs that version."""
+PARSE = """
+import shlex, sys
+from torchtitan.config import ConfigManager
+config = ConfigManager().parse_args([*sys.argv[2:], *shlex.split(open(sys.argv[1]).read())])
+degrees = config.parallelism
+print(degrees.pipeline_parallel_degree, degrees.pipeline_parallel_schedule, degrees.module_fqns_per_model_part[-1][-1],
+      config.training.local_batch_size)
+"""
+
+
+@installed
+@pytest.mark.parametrize(("version", "model", "head"), [
+    ("0.3.0", ["--module", "llama3", "--config", "llama3_debugmodel"], "lm_head"),
+    pytest.param("0.2.2", ["--model.name", "llama3"], "output",
+                 marks=pytest.mark.skipif(not OLDER.exists(), reason="0.2.2 is not installed: make neighbours"))])
+def test_each_version_reads_its_flags(tmp_path, version, model, head):
+    plan = plan_file(tmp_path / "plan.json", grid(2, 2, 3, more="[placement]\nlayers = [3, 3]\n"))
+    done = export(plan, tmp_path / "titan", "--to", "torchtitan", "--decoder-layers", 6, "--titan-version", version)
+    assert done.exit_code == 0, done.stderr
+    path = os.pathsep.join([*([str(OLDER)] if version == "0.2.2" else []), *sys.path])
+    parsed = subprocess.run([sys.executable, "-c", PARSE, tmp_path / "titan" / "flags", *model], capture_output=True,
+                            text=True, env={**os.environ, "PYTHONPATH": path}, timeout=TIMEOUT_SECONDS)
+    assert parsed.stdout.split() == ["2", "PipelineScheduleSingle", head, "3"], parsed.stderr
+
+
+@installed
 def test_torchtitan_runs_plans_with_the_gradients_of_one_process(tmp_path):
     for name, (placement, microbatches, options) in PLANS.items():
         plan = plan_file(tmp_path / f"{name}.json", grid(1, 2, microbatches, more=f"[placement]\n{placement}\n"))
@@ -51,7 +82,7 @@ def test_the_folder_holds_the_order_and_its_flags(tmp_path):
     done = export(plan, tmp_path / "a folder", "--to", "torchtitan", "--json")
     assert done.exit_code == 0 and done.stderr == ""
     answer = json.loads(done.stdout)
-    assert answer["flags"][-2:] == ["--training.local_batch_size", "3"]
+    assert answer["flags"][-3:] == ["--training.local_batch_size", "3", "--training.disable_cuda_graphs"]
     assert (tmp_path / "a folder" / "schedule.csv").read_text() == export(plan).stdout
     listed = subprocess.run(["xargs", "-a", tmp_path / "a folder" / "flags", "printf", "%s\\n"], capture_output=True,
                             text=True, check=True).stdout.splitlines()
@@ -94,6 +125,8 @@ def test_what_torchtitan_cannot_run_is_answered_no_in_one_line(tmp_path, schedul
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--to", "torchtitan"], "name the folder to write: slipstream export PLAN --to torchtitan DIR"),
     (["--to", "torchtitan", "--communication"], "--communication: only with --to torch-csv"),
+    (["--titan-version", "0.2.2"], "--titan-version: only with --to torchtitan"),
+    (["--to", "torchtitan", "--titan-version", "1.0"], "--titan-version 1.0: expected 0.3.0 or 0.2.2"),
     (["--decoder-layers", "3"], "--decoder-layers: only with --to torchtitan or megatron"),
 ])
 def test_options_of_other_formats_are_refused(tmp_path, arguments, says):

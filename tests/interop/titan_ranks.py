@@ -8,50 +8,63 @@ whole way is torchtitan's: its command line, meshes, split of the model, and sch
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.common.attention import ScaledDotProductAttention
 
-MODEL = TransformerModelArgs(dim=32, n_layers=6, n_heads=2, vocab_size=64, multiple_of=16, max_seq_len=8)
+CONTEXT = 8
 
 
-def model() -> nn.Module:
+def model(config: Any) -> nn.Module:
     torch.manual_seed(0)
-    whole = Transformer(MODEL).double()
+    whole = config.model_spec.model.build().double()
     with torch.no_grad():
-        whole.init_weights(torch.device("cpu"))
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter, std=0.05)
     return whole
 
 
-def tokens(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(samples: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    text = torch.randint(0, MODEL.vocab_size, (samples, MODEL.max_seq_len + 1))
+    text = torch.randint(0, vocabulary, (samples, CONTEXT + 1))
     return text[:, :-1], text[:, 1:]
 
 
-def expected(config: JobConfig) -> dict[str, torch.Tensor]:
+def loss(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    return cross_entropy_loss(logits, target), {}
+
+
+def expected(config: Any) -> dict[str, torch.Tensor]:
     """Gradients of every parameter, by plain backwards of one sample after the other."""
-    whole, loss = model(), build_cross_entropy_loss(config)
-    for value, target in zip(*(part.split(1) for part in tokens(config.training.local_batch_size)), strict=True):
-        loss(whole(value), target).backward()
+    whole = model(config)
+    text = tokens(config.training.local_batch_size, config.model_spec.model.vocab_size)
+    for value, target in zip(*(part.split(1) for part in text), strict=True):
+        loss(whole(value), target)[0].backward()
     return {name: parameter.grad for name, parameter in whole.named_parameters()}
 
 
 def run(folder: Path) -> None:
-    config = ConfigManager().parse_args(shlex.split((folder / "flags").read_text()))
-    degrees = config.parallelism
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=degrees.pipeline_parallel_degree, ep=1, etp=1,
-                        world_size=dist.get_world_size())
-    schedule, parts, first, last = pipeline_llm(model(), dims, config, torch.device("cpu"), MODEL,
-                                                lambda part, *_: part, build_cross_entropy_loss(config))
-    value, target = tokens(config.training.local_batch_size)
+    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel",
+                                         *shlex.split((folder / "flags").read_text())])
+    for layer in config.model_spec.model.layers:  # one document a sample, whose mask need not be given
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.parallelism = replace(config.parallelism, spmd_backend="partial_dtensor")  # plain tensors on CPUs
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
+    schedule, parts, first, last = pipeline_llm(
+        model(config), parallel_dims=dims, training=config.training, parallelism=config.parallelism,
+        compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder="",
+        device=torch.device("cpu"), model_config=config.model_spec.model, parallelize_fn=lambda part, **_: part,
+        loss_fn=loss)
+    value, target = tokens(config.training.local_batch_size, config.model_spec.model.vocab_size)
     schedule.step(*([value] if first else []), target=target if last else None, losses=[] if last else None,
                   return_outputs=False)
     wanted = expected(config)

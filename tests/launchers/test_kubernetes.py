@@ -6,6 +6,8 @@ from runtime.processes.launchers import Launched, launched
 from runtime.protocol.rendezvous import Rendezvous
 from tests.launchers.documents import blocks
 
+pytestmark = pytest.mark.slow
+
 yaml = pytest.importorskip("yaml", reason="PyYAML: not installed (make launchers)")
 OLDEST = "1.31"
 """Version of Kubernetes that docs/clusters.md asks for."""

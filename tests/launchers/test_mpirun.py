@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.protocol.authentication import VARIABLE
 from tests.launchers import paced_model
 from tests.launchers.documents import blocks, replaced
@@ -18,7 +18,8 @@ from tests.launchers.processes import kill_all, launcher, wait_until, with_varia
 from tests.runtime.processes.torchrun import losses_in_lines
 from tests.runtime.running import command_environment, free_port, losses_in
 
-pytestmark = [pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun: not installed (make launchers)"),
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun: not installed (make launchers)"),
               pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 MARK = "SLIPSTREAM_TEST_RUN"
 

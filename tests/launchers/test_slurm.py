@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoint import Checkpoint, latest
+from runtime.model.checkpoints.checkpoint import Checkpoint, latest
 from tests.launchers import paced_model, slurm
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import wait_until
 from tests.runtime.processes.torchrun import losses_in_lines
 from tests.runtime.running import losses_in
 
-pytestmark = [pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
               pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 
 

@@ -28,7 +28,7 @@ def job(capacity, weights, more="", training=""):
 def test_there_is_half_a_device_beside_the_weights_of_both_ranks(capacity, weights, left):
     given = with_degraded(job(capacity, weights), [SLOW], slower=2.0)
     assert given.memory.capacity_of == ((SLOW, left),) and given.time.slow == ((SLOW, 2.0),)
-    schedule = plan_job(given, [Worker(0, 1)], method="greedy", time_limit=0.3).schedule
+    schedule = plan_job(given, [Worker(0, 1)], method="greedy", steps=120_000).schedule
     assert memory_peaks(schedule)[SLOW] * schedule.memory.unit <= left < capacity
     assert room(schedule, schedule.seat_of[SLOW]) * schedule.memory.unit == left
     assert decode(encode(schedule)) == schedule
@@ -39,7 +39,7 @@ def test_there_is_half_a_device_beside_the_weights_of_both_ranks(capacity, weigh
 
 def test_layers_that_move_leave_it_with_what_it_has_room_for():
     given = with_degraded(job(7, [4, 4], "[placement]\nlayers = [2, 2]\n"), [SLOW], slower=2.0)
-    options = PlanOptions(method="greedy", time_limit=0.3, layers="move")
+    options = PlanOptions(method="greedy", steps=120_000, layers="move")
     schedule = plan_with(options, given, [Worker(0, 1)]).schedule
     held = sum(end - first for first, end in schedule.holds_of(schedule.seat_of[SLOW]))
     assert 0 <= memory_peaks(schedule)[SLOW] * schedule.memory.unit <= (7 + 4) / 2 - 2 * held
@@ -86,7 +86,7 @@ def test_others_who_are_down_leave_more_state_to_each():
     given = job(12, 8, "state = 9\n")
     with pytest.raises(NoPlanError, match="a worker of stage 0 has room for 0, but one micro-batch needs 1 there"):
         plan_job(replace(given, memory=replace(given.memory, capacity=(3.0, 12.0))), [Worker(0, 0), Worker(1, 0)])
-    schedule = plan_job(given, [Worker(0, 0)], method="greedy", time_limit=0.3).schedule
+    schedule = plan_job(given, [Worker(0, 0)], method="greedy", steps=120_000).schedule
     assert [room(schedule, schedule.seat_of[Worker(1, column)]) * schedule.memory.unit for column in (0, 1)] == [9, 12]
 
 

@@ -1,23 +1,20 @@
 """Layouts become problems, and these become schedules that the checker passes."""
 
-import time
 from itertools import pairwise
 
 import msgspec
 import pytest
 
+from planner.budget import Budget
 from planner.layout.candidates import candidates, finer_slices
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from planner.options import PlanOptions
 from planner.plan import plan_only, plan_with
-from planner.search.budget import Budget
-from planner.search.solve import solve
+from planner.search.engine import solve
 from schedules.check import check
 from schedules.schedule import OpKind, Worker
 from tests.jobs import grid
@@ -52,7 +49,7 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     failed = [Worker(1, 2)]
     problem = problem_of_layout(job, failed, recut(job, 1, 2), optimizer=optimizer)
     assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
-    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 0.3))
+    solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
     schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     assert schedule.rerouted == schedule.shed == 0
@@ -63,7 +60,7 @@ def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     job, failed = layered(2, 4, 8), [Worker(1, 2)]
     problem = problem_of_layout(job, failed, finer_slices(layout_problem(job, failed), recut(job, 1, 2), 1))
     assert problem.interleaved
-    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 0.3))
+    solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
     schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
@@ -84,7 +81,7 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
                                              for batch, route in layout.routes.items()})
     problem = problem_of_layout(job, failed, layout)
     assert problem.interleaved
-    solved = solve(problem, "greedy", Budget(deadline=time.monotonic()))
+    solved = solve(problem, "greedy", Budget.of_steps(0))
     assert check(build_schedule(problem, solved.pieces, lower_bound=1, method="greedy")) == []
 
 
@@ -92,27 +89,27 @@ def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
     """One of 16 workers down: half is left with layers in place, 0.93 with the broken pipeline cut anew."""
     job, failed = layered(2, 8, 16), [Worker(1, 3)]
     whole = build_problem(job)
-    healthy = solve(whole, "greedy", Budget(deadline=time.monotonic() + 0.3))
+    healthy = solve(whole, "greedy", Budget.of_steps(120_000))
     free = build_schedule(whole, healthy.pieces, lower_bound=1, method="greedy", deadlines=healthy.deadlines)
-    made = plan_only(PlanOptions(layers="move", time_limit=1), job, failed).schedule
+    made = plan_only(PlanOptions(layers="move", steps=400_000), job, failed).schedule
     assert check(made) == []
     assert free.seconds(free.period_ticks) > 0.85 * made.seconds(made.period_ticks)
-    fixed = plan_only(PlanOptions(time_limit=0.3), job, failed).schedule
+    fixed = plan_only(PlanOptions(steps=120_000), job, failed).schedule
     assert fixed.seconds(fixed.period_ticks) > 1.5 * made.seconds(made.period_ticks)
 
 
 def test_a_large_cluster_is_not_refused_for_lack_of_time_where_layers_may_move():
     """1,024 workers with one down and no time to search: 0.7 s of a processor."""
     failed = [Worker(3, 5)]
-    made = plan_only(PlanOptions(layers="move", method="greedy", time_limit=0.01), layered(64, 16, 32), failed).schedule
+    made = plan_only(PlanOptions(layers="move", method="greedy", steps=4_000), layered(64, 16, 32), failed).schedule
     assert check(made) == [] and made.period_ticks < 1.1 * made.lower_bound_ticks
 
 
 def test_slices_even_out_what_whole_micro_batches_cannot():
     """64 micro-batches over three live workers of a stage: 22 whole ones on some, or 21 1/3 each with four layers."""
     job, failed = layered(4, 2, 16), [Worker(1, 1)]
-    whole = plan_only(PlanOptions(time_limit=1, slices=False), job, failed).schedule
-    cut = plan_only(PlanOptions(time_limit=1), job, failed).schedule
+    whole = plan_only(PlanOptions(steps=400_000, slices=False), job, failed).schedule
+    cut = plan_only(PlanOptions(steps=400_000), job, failed).schedule
     assert check(cut) == [] and cut.slices
     assert whole.seconds(whole.period_ticks) >= 22 * 12
     assert cut.seconds(cut.lower_bound_ticks) <= cut.seconds(cut.period_ticks) < whole.seconds(whole.period_ticks)
@@ -142,14 +139,14 @@ def test_a_bound_with_slices_counts_parts_of_ticks():
     problem = build_problem(job, [Worker(0, 3)], sliced=True)
     assert exact_bound(problem) == (58.75, "work and round trips of the busiest worker of column 3")
     assert lower_bound(problem) == 58
-    schedule = plan_only(PlanOptions(method="greedy", time_limit=1), job, [Worker(0, 3)]).schedule
+    schedule = plan_only(PlanOptions(method="greedy", steps=400_000), job, [Worker(0, 3)]).schedule
     assert schedule.seconds(schedule.lower_bound_ticks) == 58.75 <= schedule.seconds(schedule.period_ticks)
 
 
 def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
     """Settled plans of a simulation tell nothing."""
-    monkeypatch.setattr("planner.portfolio.LayoutBound", None)
-    options = PlanOptions(method="greedy", layers="move", time_limit=0.3)
+    monkeypatch.setattr("planner.search.engine.LayoutBound", None)
+    options = PlanOptions(method="greedy", layers="move", steps=120_000)
     made = plan_only(options, layered(4, 4, 8), [Worker(1, 2)])
     assert made.schedule.status == "feasible"
     with pytest.raises(TypeError):
@@ -166,8 +163,8 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
 
     monkeypatch.setattr("planner.portfolio.candidates", counted)
     counts = []
-    for seconds in (0.06, 2.0):
-        plan_only(PlanOptions(method="greedy", layers="move", time_limit=seconds), layered(4, 4, 8), [Worker(1, 2)])
+    for steps in (24_000, 800_000):
+        plan_only(PlanOptions(method="greedy", layers="move", steps=steps), layered(4, 4, 8), [Worker(1, 2)])
         counts.append(len(made))
         made.clear()
     assert counts[0] <= 7 < counts[1], "ten, if each had the same share"

@@ -16,7 +16,7 @@ from planner.recompute import choose_recomputation, recomputing
 from schedules.check import check
 from tests.jobs import jobs
 
-QUICK = PlanOptions(time_limit=5.0)
+QUICK = PlanOptions(steps=2_000_000)
 
 
 def job(stages: int, microbatches: int, capacity: float, *, pipelines: int = 1, first: float = 1.0) -> Job:

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from planner import repetition
+from planner.budget import Clock, StepClock
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.from_job import build_problem
 from planner.options import PlanOptions
-from planner.plan import plan_job, plan_only
+from planner.plan import plan_only, plan_with
 from planner.repetition import (
     SAMPLE,
     Blocks,
@@ -66,14 +67,14 @@ def test_a_block_costs_one_filling_and_draining():
     assert joined_blocks(job, [block] * 3, 0).period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
 
 
-def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(steady_clock, monkeypatch):
+def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(monkeypatch):
     """1,572,864 ops at 10 us each, and a quarter more: 19.7 s. No list schedule of them is begun, which takes 0.5 s."""
     monkeypatch.setattr(repetition, "measured", lambda *_: Pace(1e-5, 1e-5))
-    began = steady_clock.monotonic()
+    clock = StepClock()
     with pytest.raises(TooLargeError, match=r"65,536 micro-batches.*about 19\.7 s.*about [\d,]+ micro-batches a "
                                             r"pipeline fit.*--time-limit 41"):
-        plan_job(uniform_job(4, 8, 65_536, capacity=16), time_limit=1)
-    assert steady_clock.monotonic() - began < 0.1
+        plan_with(PlanOptions(steps=400_000), uniform_job(4, 8, 65_536, capacity=16), clock=clock)
+    assert clock.steps < 40_000
 
 
 @pytest.mark.real_clock
@@ -84,7 +85,7 @@ def test_the_pace_of_this_machine_is_measured_by_a_part_of_the_job():
         planned.append((block, seconds))
         return plan_only(GREEDY, block, ()).schedule
 
-    pace = measured(job, 8 * 3 * 100, plan_block)
+    pace = measured(job, 8 * 3 * 100, plan_block, Clock())
     assert planned == [(job, 0.0)] and pace.plan > 0 and pace.join > 0
 
 
@@ -118,7 +119,7 @@ def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_n
         planned.append(block.microbatches[0])
         return plan_only(GREEDY.within(seconds), block, ()).schedule
 
-    speed = Speed(60.0)
+    speed = Speed(60.0, Clock())
     with pytest.raises(TooLargeError, match="--time-limit"):
         blocks_within(job, ops_of, 0.01, plan_block, speed, grace=False)
     blocks = blocks_within(job, ops_of, 0.01, plan_block, speed)

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.shared.rebalancing import Rebalancing
+from planner.failures import FailurePlanner, job_at
 from planner.job.file import Job
 from planner.options import PlanOptions
+from planner.plan import plan_only
 from runtime.config import RunConfig
 from runtime.coordinator.planning import Held, Scheduler, Speeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.events import Event
 from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoints.checkpoint import latest, load
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.stop_signals import RunStopped
 from runtime.protocol.failure_injection import Action, Injection, Place
@@ -44,7 +45,7 @@ def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode
     return lambda down: schedule_for(job, [str(worker) for worker in down], backward=backward, optimizer=optimizer)
 
 
-class Planning(Rebalancing):
+class Planning(FailurePlanner):
     """Plans settled schedules in the run's own process, so that it takes no longer than it must."""
 
     def __init__(self, job: Job) -> None:
@@ -60,7 +61,7 @@ class Planning(Rebalancing):
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         self.asked.append((down, speeds))
         options = PlanOptions(method="greedy", time_limit=0.1, layers="move", holds=held)
-        return self._on_the_spot(options, down, speeds)
+        return plan_only(options, job_at(self._job, speeds) if speeds else self._job, down).schedule
 
 
 def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),

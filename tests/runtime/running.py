@@ -16,8 +16,8 @@ from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.events import EVENTS, METRICS, Metrics, decode_metrics
 from runtime.launch import RunResult
-from runtime.model.checkpoint import latest, load
-from runtime.model.parameters import load_parameters
+from runtime.model.checkpoints.checkpoint import latest, load
+from runtime.model.checkpoints.parameters import load_parameters
 from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from runtime.run_folder import CHECKPOINTS

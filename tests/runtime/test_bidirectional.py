@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from runtime.launch import run
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
@@ -19,6 +19,7 @@ def test_clipping_counts_each_layer_once(fork_server, tmp_path):
     assert_same_numbers(result, judge(config, JOB.microbatches, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["0.1", "1.3"])
 def test_a_worker_dies_and_comes_back(worker, fork_server, tmp_path):
     result = train([at(worker, 2, "O")], fork_server, tmp_path, job=JOB, config=LONG,
@@ -29,5 +30,5 @@ def test_a_worker_dies_and_comes_back(worker, fork_server, tmp_path):
 def test_both_workers_of_a_column_die_whose_layers_another_column_has_copies_of(fork_server, tmp_path):
     """Roles move: those who live get the layers from the copies."""
     result = train([at("0.1", 2, "O"), at("1.1", 4, 1)], fork_server, tmp_path, job=JOB, config=tiny(iterations=8),
-                   scheduler=scheduler(JOB, schedule_for(JOB), None))
+                   scheduler=FailurePlanner(JOB, schedule_for(JOB), None).after)
     assert dead(result) == ["0.1", "1.1"] and len(result.recoveries) == 2

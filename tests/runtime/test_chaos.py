@@ -24,8 +24,10 @@ from tests.runtime.processes.child import Life
 ITERATIONS = 24
 
 
-@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "slow-settling-clipped"),
-                                            (3, "ranks-settling-clipped"), (4, "sharded-settling-clipped")])
+@pytest.mark.parametrize(("seed", "name"), [
+    (1, "plain"), pytest.param(2, "slow-settling-clipped", marks=pytest.mark.slow),
+    pytest.param(3, "ranks-settling-clipped", marks=pytest.mark.slow),
+    pytest.param(4, "sharded-settling-clipped", marks=pytest.mark.slow)])
 def test_chaos(seed, name, fork_server, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[name], gap=(3, 8), away=(1, 4))
     train_through(setting, random.Random(seed), fork_server, tmp_path, tally, storm_seconds=2.0)
@@ -33,6 +35,7 @@ def test_chaos(seed, name, fork_server, tmp_path):
     assert tally.deviation <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_chaos_where_nodes_die(fork_server, tmp_path):
     """All workers of a machine at once, in one recovery; two of a stage, so that roles move."""
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["nodes"], gap=(5, 8), away=(1, 4))
@@ -40,6 +43,7 @@ def test_chaos_where_nodes_die(fork_server, tmp_path):
     assert tally.nodes >= 1 and tally.deviation <= TOLERANCE, tally.report()
 
 
+@pytest.mark.slow
 def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
     """It is led by a process of its own, and then by this one."""
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles-clipped"], gap=(3, 8))
@@ -47,6 +51,7 @@ def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
     assert tally.leaders == 1 and tally.deviation <= TOLERANCE, tally.report()
 
 
+@pytest.mark.slow
 def test_chaos_where_threads_take_turns_all_the_time(tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles"], gap=(3, 8))
     with switching(1e-6), ForkServer() as fork_server:

@@ -38,6 +38,7 @@ def degraded(job, training, model, fork_server, out):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_layers_that_share_parameters(sharded, fork_server, tmp_path):
     """The embedding is the head, of workers of another stage."""

@@ -8,6 +8,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks import device
@@ -15,6 +16,8 @@ from cli.app import app
 from runtime.processes import fork_server
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher, command
+
+pytestmark = pytest.mark.slow
 
 SHORT = ("--dtypes", "bf16", "--blocks", "2", "--width", "64", "--context", "32", "--batch", "2", "--iterations", "3",
          "--rounds", "1")
@@ -36,9 +39,9 @@ def start(words, *, stdout, stderr):
 
 def settling_soon(*words):
     """`slipstream`, which plans a settled schedule in no more time than it must."""
-    from cli.shared.rebalancing import Rebalancing
+    from planner.failures import FailurePlanner
 
-    Rebalancing.__init__.__defaults__ = (None, SETTLED_SECONDS)
+    FailurePlanner.__init__.__kwdefaults__["settled_seconds"] = SETTLED_SECONDS
     return command(*words)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped

@@ -9,12 +9,12 @@ import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import Resilience, run
-from runtime.model.checkpoint import latest
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
-from runtime.model.slices import Slices, forms
-from runtime.model.steps import Steps
+from runtime.model.checkpoints.checkpoint import latest
+from runtime.model.computing.slices import Slices, forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import build_holding
+from runtime.model.state.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.evaluation import Evaluation, EvaluationMode
 from runtime.replay.exchange import Exchange

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.events import Event, Iteration, Kind, decode, decode_iteration
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from schedules.codec import read

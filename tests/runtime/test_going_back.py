@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from runtime.coordinator.settling import Settling
 from runtime.errors import RunError
 from runtime.events import CheckpointWritten
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import complete, latest, load, open_checkpoint
+from runtime.model.checkpoints.checkpoint import complete, latest, load, open_checkpoint
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -21,7 +21,7 @@ TEN = tiny(iterations=10)
 
 def on_the_spot(job):
     """As `slipstream train` plans: live workers take over the roles of a stage that nobody holds."""
-    return scheduler(job, planned(job)(()), None)
+    return FailurePlanner(job, planned(job)(()), None).after
 
 
 def saved(out, *iterations):
@@ -72,6 +72,7 @@ def test_with_clipping_and_several_that_die_at_once(clip_norm, fork_server, tmp_
     assert [one.went_back_to for one in result.recoveries if one.went_back_to is not None] in ([3], [6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["ordered", "met", "moved", 1])
 def test_another_dies_while_they_go_back(place, fork_server, tmp_path):
     again = [at("0.0", iteration, place) for iteration in range(8)]
@@ -123,6 +124,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, t
     assert [event.checkpoint for event in events if isinstance(event, CheckpointWritten)].count(6) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settling", [None, Settling()], ids=["fixed", "move"])
 def test_fewer_workers_than_stages_go_on_down_to_one_and_up_again(settling, fork_server, tmp_path):
     """One holds all layers then; those that come back take theirs from it."""

@@ -7,19 +7,22 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from runtime.coordinator import stall_watch
 from runtime.events import Event, Failed
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.gpt import GPT
+from runtime.model.layers.gpt import GPT
 from tests.jobs import grid
 from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import assert_same_numbers, degradable, joined, judge, tiny
+
+pytestmark = pytest.mark.slow
 
 FILE = "SLIPSTREAM_TEST_HANGS"
 CALLS = 6

@@ -189,6 +189,7 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
     assert "ask for nothing" in log_of(victim._out)  # 100 of 64 that may
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [
     b"{}", b"\xff" * 10**6, b'{"type":"Ran","worker":[1,1],"order":1,"iteration":"3"}',
     b'{"type":"Ready","worker":[1,1],"corpus":3,"address":["",1]}', b"[" * 10**6])
@@ -242,6 +243,7 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
     assert str(victim._out) not in heard[0].decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_the_secret_is_in_no_command_line_and_in_no_environment(tmp_path, monkeypatch):
     text = "a secret that is given by hand"
     monkeypatch.setenv(VARIABLE, text)

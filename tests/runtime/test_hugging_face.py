@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from cli.app import app
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import HUGGING_FACE, Resilience, run
-from runtime.model.checkpoint import difference, identity_of
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.flops import counted
-from runtime.model.forms import forms
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
+from runtime.model.checkpoints.checkpoint import difference, identity_of
+from runtime.model.computing.forms import forms
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.flops import counted
+from runtime.model.layers.layered_model import model_for
+from runtime.model.layers.worker_group import standing_in
 from runtime.model.seeds import derive_seed
-from runtime.model.slices import SliceRunner
-from runtime.model.worker_group import standing_in
+from runtime.model.state.holding import build_holding
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -99,7 +99,8 @@ def train_alone(folder: Path, config: RunConfig, iterations: int) -> tuple[list[
     return losses, model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("llama", "olmoe") else pytest.mark.slow)
+                                  for kind in KINDS])
 def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tmp_path):
     """For 20 steps, while a worker dies and comes back; what is left, transformers loads again."""
     folder = pretrained(kind)
@@ -118,6 +119,7 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
     assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
 
 
+@pytest.mark.slow
 def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server, tmp_path):
     """Also a worker that has lost one of them, and goes on as half its processes."""
     folder = pretrained("qwen2", num_key_value_heads=2)

@@ -12,7 +12,7 @@ from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
-from tests.runtime.model.test_steps import OFTEN, RARELY, SAME, SPIKY
+from tests.runtime.model.state.test_steps import OFTEN, RARELY, SAME, SPIKY
 from tests.runtime.running import tiny
 
 BACK = Worker(0, 0)
@@ -21,6 +21,7 @@ SLOWLY = 60e3
 EVER = range(3, LONG.training.iterations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("training", "backward", "optimizer"), [
     ({}, "fused", "staggered"),
     ({}, "split", "synchronous"),
@@ -57,6 +58,7 @@ def test_all_train_while_layers_are_fetched_slowly(fork_server, tmp_path):
     assert recovery.returned == (BACK,) and recovery.meanwhile >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["kill", "cut", "stop"])
 def test_a_source_fails(action, fork_server, tmp_path):
     """While it gives layers, most likely; then the other one of the stage gives them all."""
@@ -72,6 +74,7 @@ def test_a_source_dies_when_it_is_asked(fork_server, tmp_path):
     assert dead(result) == ["0.0", "1.0"] and returned(result) == ["0.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "action"), [
     ("loaded", "kill"), ("loaded", "stop"), ("loaded", "raise"), ("followed", "kill")])
 def test_who_comes_in_fails_before_it_is_in(place, action, fork_server, tmp_path):
@@ -86,6 +89,7 @@ def test_who_comes_in_fails_before_it_is_in(place, action, fork_server, tmp_path
         assert set(dead(result)) == {"0.0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["0.1", "2.0"])
 def test_another_dies_while_layers_are_fetched(worker, fork_server, tmp_path):
     """After two iterations meanwhile."""
@@ -104,6 +108,7 @@ def test_another_dies_while_layers_are_fetched(worker, fork_server, tmp_path):
     assert dead(result) == ["0.0", worker] and returned(result) == ["0.0"]
 
 
+@pytest.mark.slow
 def test_two_come_in_with_layers_of_different_stages(fork_server, tmp_path):
     back = (Return(BACK, 4), Return(Worker(1, 1), 4))
     result = train([at("0.0", 2), at("1.1", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=back,

@@ -18,6 +18,8 @@ from tests.runtime.launchers import Launcher, command
 from tests.runtime.pacing import hold_at
 from tests.runtime.running import judge_of_text, losses_in, tiny_text
 
+pytestmark = pytest.mark.slow
+
 NODES = 3
 CLONE_NEWNET = 0x40000000
 JOB = tiny_text(pipelines=3, iterations=30)

@@ -142,6 +142,7 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dies", "clip", "ranks"), [
     ("committed@7", "1.8", 1), ("training@9", "1e-3", 1), ("joining@6", "", 1), ("stepped@7", "1.8", 1),
     ("committing@7", "", 1), ("training@9", "1.8", 2)])
@@ -160,6 +161,7 @@ def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     assert left_behind(out) is None and not list(out.glob(".*"))
 
 
+@pytest.mark.slow
 def test_its_workers_go_on_without_the_ranks_that_they_have_lost(tmp_path):
     """One that loses a rank with node 0 comes in as half its processes, and lives through the next end of node 0."""
     out, log = tmp_path / "out", tmp_path / "log"
@@ -203,6 +205,7 @@ def test_failures_on_purpose_that_only_the_dead_one_knew_of_do_not_happen(tmp_pa
     assert_right(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [False, True], ids=["its process", "its workers, too"])
 def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
     """Where its workers die with node 0, the new one starts them again, and they come in as any that return."""
@@ -221,6 +224,7 @@ def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
     wait_until_gone(held)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_again(tmp_path):
     """As where a scheduler has killed all, and starts all."""
     out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
@@ -238,6 +242,7 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     assert_right(out)
 
 
+@pytest.mark.slow
 def test_where_nobody_comes_all_end(tmp_path):
     out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
     node = Launcher(FOLLOW, out, port, "", 3.0, log=other)

@@ -34,6 +34,8 @@ from tests.runtime.running import (
 )
 from tests.runtime.speaking import SECRET, own_job
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny(iterations=80)
 
 

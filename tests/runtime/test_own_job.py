@@ -86,6 +86,7 @@ def test_starts_are_limited_in_number_and_rate(monkeypatch):
     limit.require(WORKERS[0])
 
 
+@pytest.mark.slow
 def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, monkeypatch):
     monkeypatch.setattr(to_node_agent, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(authentication, "HELLO_SECONDS", 3.0)  # what listens is still there, and answers nobody else

@@ -11,10 +11,10 @@ from torch import nn
 from planner.job.file import parse_job
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import run
-from runtime.model.data import Microbatch, load_corpus
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
-from runtime.model.slices import SliceRunner
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import build_holding
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
@@ -48,6 +48,7 @@ def test_the_model_takes_thirty_lines() -> None:
     assert len(code) <= 40
 
 
+@pytest.mark.slow
 def test_llama_trains_as_in_one_process(here, transformers) -> None:
     job = parse_job(blocks("toml")[0])
     config = parse_run_config({**job.model, "blocks": 2, "width": 32, "context": 16}, job.training, iterations=5,

@@ -8,13 +8,13 @@ from itertools import chain
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError
 from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
@@ -57,6 +57,7 @@ def test_killed_anywhere_in_an_iteration(kills, fork_server, tmp_path):
         assert recovery.seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "reason"), [
     ("stop", "worker 1.0 stopped answering"), ("raise", "worker 1.0 failed: InjectedError: injected in iteration 2"),
     ("exit", "worker 1.0 ended with exit status 3"), ("cut", None)])
@@ -99,6 +100,7 @@ def test_one_comes_back_and_others_die_meanwhile(fork_server, tmp_path):
     assert first.iteration > 4  # the others have gone on without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["ordered", "met", "moved", 0])
 def test_one_that_comes_back_dies_again(place, fork_server, tmp_path):
     """At whichever iteration it is taken in."""
@@ -129,7 +131,7 @@ def test_roles_move_after_failures_and_back(fork_server, tmp_path):
 def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_there(fork_server, tmp_path):
     """It holds the stage's layers: the others take them from it, by a schedule that is planned on the spot."""
     options = PlanOptions(method="greedy", time_limit=1)
-    on_the_spot = scheduler(WIDE, planned(WIDE)(()), None)
+    on_the_spot = FailurePlanner(WIDE, planned(WIDE)(()), None).after
 
     def table(down):
         found = relabel(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None

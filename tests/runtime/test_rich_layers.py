@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cli.shared.failure_schedules import scheduler
+from planner.failures import FailurePlanner
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import Resilience, run
-from runtime.model.calling import adding_losses
-from runtime.model.checkpoint import latest, load
-from runtime.model.data import Microbatch
-from runtime.model.forms import forms
-from runtime.model.holding import build_holding
-from runtime.model.layers import layer_randomness
-from runtime.model.parameters import load_parameters
-from runtime.model.slices import SliceRunner
+from runtime.model.checkpoints.checkpoint import latest, load
+from runtime.model.checkpoints.parameters import load_parameters
+from runtime.model.computing.forms import forms
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch
+from runtime.model.layers.calling import adding_losses
+from runtime.model.layers.layered_model import layer_randomness
+from runtime.model.state.holding import build_holding
 from runtime.processes.process_manager import Return
 from runtime.protocol.to_worker import MeasureSpeed
 from runtime.tools.profile import profile
@@ -88,6 +88,7 @@ EVALUATED = {"evaluate_every": 2, "validation_data": "tests.runtime.rich_model:D
              "parameter_groups": [{"parameters": "0.tokens.weight", "weight_decay": 0.0}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "failed", "backward", "training"), [
     (LINEAR, [], "split", EVALUATED), (LINEAR, ["1.0"], "fused", {"clip_norm": 1.6}),
     (LINEAR, ["0.3"], "split", {"clip_norm": 1.6, "skip_nonfinite": True}), (V, ["0.1"], "split", {}),
@@ -102,6 +103,7 @@ def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_p
         assert_same_evaluations(tmp_path, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_deaths_moves_and_returns(shard_optimizer, fork_server, tmp_path):
     """Each schedule cuts the layers anew: what layers share comes together on a worker, and parts again."""
@@ -125,7 +127,7 @@ def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_serve
     job = grid(2, 2, 4)
     whole = schedule_for(job)
     result = run(whole, config, out=tmp_path / "whole", fork_server=fork_server, resilience=Resilience(
-        scheduler=scheduler(job, whole, None), resume=checkpoint, checkpoint_every=2,
+        scheduler=FailurePlanner(job, whole).after, resume=checkpoint, checkpoint_every=2,
         injections=(at("0.1", 8, "A"), at("1.1", 9, "A"))))
     assert any(one.went_back_to for one in result.recoveries)
     expected = judge(config, job.microbatches, 12)

@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from planner.budget import Budget
 from planner.job.file import Job
 from planner.layout.candidates import candidates
 from planner.model.assemble import build_schedule
-from planner.model.for_layout import layout_problem
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import layout_problem, problem_of_layout
 from planner.options import Layers
-from planner.search.budget import Budget
-from planner.search.solve import solve
+from planner.search.engine import solve
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import Scheduler
 from runtime.launch import run
@@ -78,6 +77,7 @@ def first(job: Job, failed: list[Worker], what: Callable[[Schedule], bool], **mo
     return next(schedule for schedule in layouts(job, failed, **modes) if what(schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "failed", "what", "modes"), [
     (LINEAR, [Worker(1, 2)], floats, {}),
     (LINEAR, [Worker(1, 2)], floats, {"backward": "fused", "optimizer": "synchronous"}),
@@ -105,6 +105,7 @@ def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
     assert_same_numbers(result, judge(config, SLOW.microbatches, config.training.iterations))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [
     [("1.2", 1, 3), ("0.0", 3, "A")], [("0.1", 1, "O"), ("1.3", 3, "stepped")],
     [("1.0", 1, "reported"), ("0.3", 3, 9)]])

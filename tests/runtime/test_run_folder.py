@@ -15,15 +15,15 @@ import pytest
 from runtime.coordinator import checkpoint_timer
 from runtime.coordinator.loss_file import LossFile
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import KEEP, latest, load, open_checkpoint, save
-from runtime.model.parameters import save_layer
+from runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
+from runtime.model.checkpoints.parameters import save_layer
 from runtime.processes.process_manager import Return
 from runtime.run_folder import FolderError, claim, clean_up, locked
 from schedules.files import write_atomically
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, train
-from tests.runtime.model.test_checkpoint import IDENTITY, assert_same, share, states, write
+from tests.runtime.model.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
 from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
 
@@ -203,6 +203,7 @@ def whole(out: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks a process with torch in it")
 def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
     """The next start removes it, and so does the end of a run; no checkpoint that was complete is harmed."""
@@ -239,6 +240,7 @@ def load_all(folder: Path):
     return load(newest, range(4))
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
     """By the run's own measure; a worker dies and comes back meanwhile."""
     monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.05)

@@ -52,6 +52,7 @@ def test_it_does_not_settle_where_the_next_failure_comes_sooner(fork_server, tmp
     assert [event.settles for event in events if isinstance(event, SettlingChosen)] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["1.1", "0.1"])
 def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
     """Once it has been asked for layers, or is fetching some; nobody waits for what has become of no use."""
@@ -63,6 +64,7 @@ def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
         assert any(isinstance(event, FetchAbandoned) for event in events) and len(set(planning.asked)) == 2
 
 
+@pytest.mark.slow
 def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
     """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
     kills, back = [at("1.2", 2), at("1.0", 28)], [Return(Worker(1, 0), 32), Return(Worker(1, 2), 33)]
@@ -72,6 +74,7 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
     assert sum(isinstance(event, HandedOver) for event in events) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_shards_of_workers_of_two_processes_move_too(shard_optimizer, fork_server, tmp_path):
     config = eight_layers(iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,

@@ -9,13 +9,13 @@ import pytest
 from runtime.config import ConfigError, parse_run_config
 from runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
-from tests.runtime.model.test_steps import FIRST, SAME
+from tests.runtime.model.state.test_steps import FIRST, SAME
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import (
     assert_same_evaluations,
@@ -51,6 +51,7 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [
     {"1.0": "asked"}, {"2.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"},
     {"0.0": "moved", "1.0": "moved"}],

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from cli.shared.failure_schedules import scheduler_at_speeds
+from planner.failures import FailurePlanner
 from runtime.config import parse_run_config
 from runtime.coordinator import slow_detector, slow_workers
 from runtime.coordinator.settling import Settling
@@ -34,7 +34,7 @@ from tests.runtime.running import schedule_for
 
 JOB = grid(3, 2, 4, more="optimizer = 1")
 SLOW = Worker(1, 1)
-AT_SPEEDS = scheduler_at_speeds(JOB, schedule_for(JOB), None)
+AT_SPEEDS = FailurePlanner(JOB, schedule_for(JOB), None).at_speeds
 MOST = 5000
 """Iterations: no run takes so many."""
 CONFIG = parse_run_config({**MODEL, "blocks": 2}, {**TRAINING, "iterations": MOST, "dtype": "float64"})
@@ -184,7 +184,7 @@ def test_layers_move_to_the_others_and_back_once_it_has_recovered(speeds, fork_s
         return told.of(Recovered, slow) and back
 
     told = train_until(happened, fork_server_of_idlers, tmp_path, job=job, config=config, settling=Settling(),
-                       rebalancer=Planning(job), at_speeds=scheduler_at_speeds(job, schedule_for(job), None))
+                       rebalancer=Planning(job), at_speeds=FailurePlanner(job, schedule_for(job), None).at_speeds)
     kinds, orders = [type(one) for one in told.events], told.of(OrderGiven)
     chosen = next(one for one in told.of(SettlingChosen) if one.settles)
     assert "settled" in [one.phase for one in orders] and chosen.settled_period < chosen.present_period

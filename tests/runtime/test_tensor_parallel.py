@@ -7,14 +7,14 @@ import torch
 from runtime.config import ConfigError, parse_run_config
 from runtime.errors import RunError
 from runtime.launch import Resilience, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoints.checkpoint import latest, load
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
-from tests.runtime.model.test_steps import RARELY, SAME
+from tests.runtime.model.state.test_steps import RARELY, SAME
 from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, joined, judge, schedule_for
 
@@ -64,6 +64,7 @@ def test_each_rank_dies_at_each_place_and_takes_its_worker_with_it(fork_server, 
         assert one.reasons == tuple(f"worker {worker} was killed by SIGKILL" for worker in one.dead)
 
 
+@pytest.mark.slow
 def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_server, tmp_path):
     again = [at("0.0", 0, iteration, "met") for iteration in range(3, 30)]
     result = train([at("0.0", 1, 2, 3), *again], fork_server, tmp_path, job=TWO,
@@ -72,6 +73,7 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
     assert dead(result)[:2] == ["0.0", "0.0"] and set(returned(result)) <= {"0.0"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server, tmp_path):
     """One of its ranks hangs. It takes layers from those that are whole; then all of a stage are so, and one comes back
     whole from those."""
@@ -85,6 +87,7 @@ def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server
     assert joined(tmp_path) == [("1.0", 2), ("0.0", 2), ("0.0", 1)]
 
 
+@pytest.mark.slow
 def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
     """Of optimizer states: what the dead rank kept comes from buddies. It writes checkpoints, and is lost itself."""
     kills = [at("0.0", 1, 2, "O"), at("2.0", 0, 30, "stepped"), at("2.0", 0, 58, "A")]
@@ -102,6 +105,7 @@ def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
                 torch.testing.assert_close(tensor, saved[key.replace("model", str(layer), 1)], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path):
     kills = [at("1.0", 3, 1, 1), at("1.0", 1, 29, "stepped")]
     result = train(kills, fork_server, tmp_path, job=grid(2, 1, 2), progress=until_joined(tmp_path, {1: 1, 29: 2}),
@@ -119,6 +123,7 @@ def until_joined(out, due):
     return progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "action", "reason"), [
     (GPT, "stop", "worker 1.0 stopped answering"), (GPT, "raise", "worker 1.0 failed: InjectedError"),
     (BY_TORCH, "cut", None)])

@@ -8,6 +8,8 @@ import pytest
 
 from tests.runtime.running import command_environment
 
+pytestmark = pytest.mark.slow
+
 LOST_STORE = """
 import subprocess, sys
 from runtime.protocol.rendezvous import Rendezvous, connect_store

@@ -19,7 +19,7 @@ from tests.jobs import failures, grid, jobs
 def test_any_plan_has_valid_forwards(data) -> None:
     job = data.draw(jobs())
     failed = data.draw(failures(job))
-    schedule = plan_job(job, failed, method="greedy", time_limit=1.0).schedule
+    schedule = plan_job(job, failed, method="greedy", steps=400_000).schedule
     alone = forwards_of(schedule)
     assert check(alone, forwards=True) == [] and check(alone) != []
     assert sorted(map(name, alone.all_ops())) == sorted(
@@ -60,7 +60,7 @@ def fill_and_work(alone) -> int:
 def test_they_take_little_more_than_filling_and_their_work(placement, failed) -> None:
     job = grid(3, 4, 12, times="forward = 10\nbackward_input = 9\nbackward_weight = 8\ntransfer = 1",
                more=f"[placement]\n{placement}\n")
-    alone = forwards_of(plan_job(job, [Worker.parse(one) for one in failed], method="greedy", time_limit=1.0).schedule)
+    alone = forwards_of(plan_job(job, [Worker.parse(one) for one in failed], method="greedy", steps=400_000).schedule)
     assert last_end(alone) <= 1.02 * fill_and_work(alone)
 
 

@@ -9,13 +9,13 @@ from schedules.timing import BATCH, Noise, replay
 from tests.jobs import grid
 from tests.lines_run import lines_run
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+pytestmark = pytest.mark.usefixtures("counted_steps")
 
 ONES = "forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 3\n"
 
 
 def schedule(failed=(), **how):
-    return plan_job(grid(3, 4, 6, times=ONES), failed, method="greedy", time_limit=1, **how).schedule
+    return plan_job(grid(3, 4, 6, times=ONES), failed, method="greedy", steps=400_000, **how).schedule
 
 
 @pytest.mark.parametrize("failed", [[], [Worker(1, 2)]])
@@ -37,7 +37,7 @@ def test_a_proven_bound_holds_for_replays_too():
 
 
 def test_twice_as_long_ops_take_twice_as_long():
-    made = plan_job(grid(3, 4, 6, times=ONES.replace("= 3", "= 0")), method="greedy", time_limit=1).schedule
+    made = plan_job(grid(3, 4, 6, times=ONES.replace("= 3", "= 0")), method="greedy", steps=400_000).schedule
     slow = Noise(slow=dict.fromkeys(made.grid.workers(), 2.0))
     assert replay(made, slow, replays=1)[0] == pytest.approx(2 * replay(made, Noise(), replays=1)[0])
 

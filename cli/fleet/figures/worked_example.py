@@ -4,7 +4,7 @@ from cli.fleet.figures.figure import Cell, Figure, Series
 from planner.job.file import Job, StageMemory, StageTimes
 from planner.plan import Plan, plan_job
 from planner.progress import CountCallback
-from planner.search.solve import Method
+from planner.search.engine import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)

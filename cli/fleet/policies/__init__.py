@@ -10,10 +10,10 @@ from cli.fleet.policies.recycle import ReCycle
 from cli.fleet.policies.references import FaultScaled, WorkConserving
 from cli.fleet.policies.restart import Restart
 from cli.fleet.policies.slipstream import Slipstream, SlipstreamFixed
-from cli.fleet.policies.spares import Spares, TrainMover
-from cli.fleet.policies.torchft import TorchFT
+from cli.fleet.policies.spares import ByteRobust, Spares, TrainMover
+from cli.fleet.policies.torchft import FTHSDP, TorchFT
 from cli.fleet.policy import Policy
 
 POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (
-    Slipstream, SlipstreamFixed, ReCycle, Oobleck, ElasWave, Malleus, ResiHP, Bamboo, TorchFT, Restart, Spares,
-    TrainMover, FaultScaled, WorkConserving)}
+    Slipstream, SlipstreamFixed, ReCycle, Oobleck, ElasWave, Malleus, ResiHP, Bamboo, TorchFT, FTHSDP,
+    Restart, Spares, TrainMover, ByteRobust, FaultScaled, WorkConserving)}

@@ -24,6 +24,7 @@ class ElasWave(Rerouting):
 
     name = "elaswave"
     title = "ElasWave: one cut of the layers for all pipelines, by the replicas left of each stage"
+    source = "ElasWave (arXiv 2510.00606), sections 4 and 5; our reading: no public code"
     assumptions = ("1F1B; a stage's live replicas share its micro-batches evenly; one minimax cut of the layers over "
                    "stages; a failure costs half an iteration and a switch; layers migrate, and newcomers load, while "
                    "the job trains on; memory is no limit; a stage without workers comes from a checkpoint")

@@ -30,6 +30,7 @@ class Malleus(Policy):
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
+    source = "Malleus (SIGMOD 2025, arXiv 2410.13333), sections 4 and 5; our reading: formula level"
     assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the next smaller power of two"
     balances_speeds = True
 
@@ -105,6 +106,7 @@ class ResiHP(Malleus):
 
     name = "resihp"
     title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
+    source = "ResiHP (arXiv 2605.06374); nonuniform tensor parallelism: arXiv 2504.06095; our reading: no public code"
     assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the others, in proportion"
     same_with_whole_machines = Malleus
 

@@ -14,6 +14,8 @@ class Oobleck(Policy):
 
     name = "oobleck"
     title = "Oobleck: pipelines of several lengths"
+    source = ("Oobleck (SOSP 2023), section 4; artifact SymbioticLab/Oobleck: csrc/planning, planning/instantiator.py, "
+              "execution/engine.py; branch sosp23-artifact: tools/simulator")
     assumptions = ("starts as the job's grid, its stages cut into layers; a pipeline needs at least half the nodes it "
                    "starts with; the batch is split for the shortest iteration; who joins waits for the next failure; "
                    "a failure loses half an iteration and the published reconfiguration time; layers that "

@@ -10,6 +10,7 @@ class ReCycle(Rerouting):
 
     name = "recycle"
     title = "ReCycle as published"
+    source = "ReCycle (SOSP 2024, arXiv 2405.14009), sections 3 to 5; its solver is replaced by list schedules"
     assumptions = ("1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split backward and "
                    "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; who "
                    "joins or moves loads one stage from a peer, all at the same time, while the others wait; "

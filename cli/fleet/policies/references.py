@@ -52,6 +52,7 @@ class FaultScaled(_Reference):
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
+    source = "as in the figures of ReCycle (SOSP 2024)"
     assumptions = "no cost of any change; as in the published figures"
 
     def _rate_of(self, live: float) -> float:
@@ -63,6 +64,7 @@ class WorkConserving(_Reference):
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"
+    source = "a bound: the work over the live workers"
     assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
 
     def _rate_of(self, live: float) -> float:

@@ -11,6 +11,7 @@ class Restart(Policy):
 
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
+    source = "torchrun elastic, Varuna; times: Oobleck (SOSP 2023), tools/simulator; interval: Young (1974)"
     pauses = True
     assumptions = ("published times of a restart and of a checkpoint; training pauses for a checkpoint; the best "
                    "interval (Young 1974) for the failures of this very trace; newcomers that make a pipeline more are "

@@ -42,6 +42,7 @@ class Slipstream(Rerouting):
 
     name = "slipstream"
     title = "this planner: at once with layers in place, then settled with layers moved"
+    source = "this repository: `slipstream plan`, `slipstream table`"
     assumptions = AT_ONCE + SETTLED
     balances_speeds = True
     moves_layers: ClassVar[bool] = True
@@ -182,6 +183,7 @@ class Slipstream(Rerouting):
         usual = self._settled_rate_now()
         settled = max(rate, self._settled_best() if self.slow else usual)
         move = self.throughputs.settled(self.scenario.workers - len(self._stages.of))[1] * self.costs.load_seconds
+        move += self.costs.plan_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from cli.fleet.availability_trace import Change
 from cli.fleet.policy import Cause, Phase, Policy, Scenario
 
@@ -11,6 +13,7 @@ class TorchFT(Policy):
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
+    source = "torchft 0.2.0, src/manager.rs: a quorum counts whole replica groups"
     assumptions = ("throughput in proportion to whole groups (each goes on with its own micro-batches, so that the "
                    "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
                    "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, "
@@ -95,6 +98,21 @@ class TorchFT(Policy):
             groups.append(self._ungrouped[:stages])
             del self._ungrouped[:stages]
         return groups
+
+
+class FTHSDP(TorchFT):
+    """The same at 100,000 GPUs, with the stall that its paper reports."""
+
+    name = "ft-hsdp"
+    title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"
+    source = "FT-HSDP (arXiv 2602.00277), abstract: stalls of 3 minutes; our reading: no public code"
+    assumptions = ("as torchft, but all stand still for 3 minutes at each failure; a replica restarts in 10 minutes, "
+                   "in which the others train; replicas are the job's pipelines")
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario._replace(costs=msgspec.structs.replace(
+            scenario.costs, switch_seconds=scenario.costs.ft_hsdp_stall_seconds,
+            restart_seconds=scenario.costs.ft_hsdp_restart_seconds)))
 
 
 def _training(phases: Sequence[Phase]) -> int:

@@ -8,8 +8,10 @@ from planner.model import arrays as model
 from planner.model.arrays import Ints, ProblemArrays, ints, padded
 from planner.model.problem import Problem
 from planner.search.kernel.annealing.arrays import (
+    BETTER,
     BUCKETS,
     LONGEST_JUMP,
+    SHIFT,
     Chain,
     Instance,
     Log,
@@ -39,12 +41,13 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
         path=Path(_zeros(ops), ints([-1])), run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds),
-        random=_random(seed))
+        statistics=np.zeros((SHIFT + 1, BETTER + 1), dtype=np.int64), random=_random(seed))
 
 
 def twin(chain: Chain, seed: int) -> Chain:
     """Another chain of the same instance that begins as a chain is now."""
     own = {field: _copied(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
+    own["statistics"][:] = 0
     return chain._replace(**own)._replace(random=_random(seed))
 
 
@@ -99,7 +102,7 @@ def _tails(arrays: ProblemArrays) -> Ints:
     Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered" or problem.holdings is not None:
+    if problem.optimizer == "staggered" or problem.linking:
         return arrays.tail
     tails = np.full(len(problem.linked), problem.longest_step)
     np.maximum.at(tails, arrays.group, arrays.tail)

@@ -1,4 +1,4 @@
-"""An annealing chain: improves a plan of one piece by the kernel, in slices short enough to be stopped between."""
+"""An annealing chain: improves a plan of one piece by the kernel, in rounds short enough to be stopped between."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -9,15 +9,26 @@ from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import NEVER, ends_before_last, group_ends
+from planner.params import DEFAULTS, AnnealingParams
 from planner.search.annealing.arrays import make_chain, twin
-from planner.search.annealing.cooling import CYCLES, FEWEST_STEPS, aim, first_cycle_steps, slice_steps
-from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
+from planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
+from planner.search.kernel.annealing.arrays import (
+    BASE,
+    EXCHANGE,
+    FOREVER,
+    MOVE,
+    PERIOD,
+    SHIFT,
+    SPAN,
+    TRADE,
+    Cycle,
+    State,
+)
 from planner.search.kernel.annealing.loop import anneal, measure_best
 from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
 
-SHIFTS, OPS_PER_SHIFT = 60, 8
-"""One in so many steps, times the pipelines of a piece, shifts a deadline; or one in the ops of the piece divided by
-this, where that is rarer, as it times all of them anew."""
+OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
+"""What a step may be (`planner.search.kernel.annealing.moves`); `AnnealingParams` says how often."""
 
 
 class AnnealingChain:
@@ -26,14 +37,17 @@ class AnnealingChain:
     The deadlines of the groups are those of the plan at first, and annealing shifts them, until told to `keep` some.
     """
 
-    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
+                 params: AnnealingParams = DEFAULTS.annealing) -> None:
+        self._problem, self._params = problem, params
         self._arrays = ProblemArrays(problem, solution.hosts)
         self._chain = make_chain(self._arrays, self._arrays.order(solution), seed)
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
-        self._slice, self._cycle_steps, self._step = slice_steps(ops, pipelines), first_cycle_steps(ops, pipelines), 0
+        self.round_steps = round_steps(ops, pipelines, params)
+        """Steps between two looks at the clock."""
+        self._cycle_steps, self._step = first_cycle_steps(ops, pipelines, params), 0
         self.steps = self.cycles = 0
         """Orders tried, and cooling cycles done."""
         self._shifts = 0
@@ -58,7 +72,7 @@ class AnnealingChain:
         chain.state.end[:] = -chain.instance.tail.max()
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
-        if self._problem.holdings is not None:
+        if self._problem.linking:
             chain.state.deadline[:] = ends_before_last(
                 self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
 
@@ -71,6 +85,11 @@ class AnnealingChain:
     def period(self) -> int:
         """Of the best plan so far, in ticks."""
         return int(self._chain.record[PERIOD])
+
+    @property
+    def operators(self) -> dict[str, tuple[int, int, int]]:
+        """How often each operator was tried, was accepted, and made the best plan shorter."""
+        return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATORS.items()}
 
     @property
     def deadlines(self) -> list[int]:
@@ -101,7 +120,8 @@ class AnnealingChain:
 
     def loosen(self) -> None:
         """Deadlines may be shifted again."""
-        often = max(SHIFTS * self._problem.grid.pipelines, len(self._arrays.ops.duration) // OPS_PER_SHIFT)
+        often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
+                    len(self._arrays.ops.duration) // self._params.ops_per_shift)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
         self._begin()
 
@@ -109,7 +129,8 @@ class AnnealingChain:
         """Another chain of the same piece: it begins with the best plan of this one."""
         other = copy(self)
         other._chain = twin(self._chain, seed)
-        other._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines)
+        other._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
+                                               self._params)
         other._step = other.steps = other.cycles = 0
         other.take(self)
         return other
@@ -122,23 +143,27 @@ class AnnealingChain:
         self._shifts = other._shifts
         self._begin()
 
+    def _aim(self) -> int:
+        return aim(self.period, self._goal, self._params.aim)
+
     def _next_cycle(self) -> Cycle:
-        cooling = CYCLES[self.cycles % len(CYCLES)]
+        cooling = self._params.cycles[self.cycles % len(self._params.cycles)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
-                     pull=cooling.pull, goal=aim(self.period, self._goal), scale=self._scale, shifts=self._shifts,
+                     pull=cooling.pull, goal=self._aim(), scale=self._scale,
+                     trade=self._params.trade, move=self._params.move, shifts=self._shifts,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
-    def cool_within(self, slices: float) -> None:
-        """Have the present cooling cycle end within so many more slices: one cut off while hot has found little."""
-        end = max(FEWEST_STEPS, self._step + int(slices * self._slice))
+    def cool_within(self, rounds: float) -> None:
+        """Have the present cooling cycle end within so many more rounds: one cut off while hot has found little."""
+        end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
-        """One slice of steps."""
-        self.advance(self._slice)
+        """One round of steps."""
+        self.advance(self.round_steps)
 
     def advance(self, steps: int) -> None:
         """Some steps, at most to the end of the cooling cycle."""
@@ -148,11 +173,11 @@ class AnnealingChain:
             self.steps += reached - self._step
             self._step = reached
             if reached < end:  # what the cycle aimed at
-                self._cycle = self._cycle._replace(goal=aim(self.period, self._goal))
+                self._cycle = self._cycle._replace(goal=self._aim())
                 measure_best(self._chain, self._cycle)
         if end == self._cycle.steps:  # go on from the best, in another way or more slowly
             self.cycles, self._step = self.cycles + 1, 0
-            if self.cycles % len(CYCLES) == 0:
+            if self.cycles % len(self._params.cycles) == 0:
                 self._cycle_steps *= 2
             _copy(self._chain.best, self._chain.state)
             self._begin()

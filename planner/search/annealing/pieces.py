@@ -1,15 +1,15 @@
 """Anneals the pieces of a job: always the longest one, in two chains side by side, or the two longest."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from planner.budget import Budget, Tally
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.params import DEFAULTS, AnnealingParams
 from planner.search.annealing.chain import AnnealingChain
-from planner.search.budget import Budget
 
 CHAINS = 2
 """Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
@@ -39,44 +39,49 @@ class Annealed(msgspec.Struct, frozen=True):
 
 
 def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
-                  cycles: int | None = None, tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
+                  params: AnnealingParams = DEFAULTS.annealing, cycles: int | None = None,
+                  tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
     """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
 
     Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
     `tell` gets better ones now and then.
     """
-    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
+    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed, params)
                       for problem, solution in zip(problems, solutions, strict=True)])
-    start, slowest = time.monotonic(), 0.0
+    clock = budget.clock
+    start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(CHAINS - 1) as others:
         while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
-            began = time.monotonic()
+            began = clock.now()
             first, *rest = pieces.next_chains(goal)
             if cycles is not None and first.cycles >= cycles:
                 break
+            clock.count((1 + len(rest)) * first.round_steps)
             running = [others.submit(chain.run) for chain in rest]
             first.run()
             for chain in running:
                 chain.result()
             pieces.end_round()
-            slowest = max(slowest, time.monotonic() - began)
-            pieces.cool_within(budget.seconds * pieces.rounds / (time.monotonic() - start))
-            if pieces.period < told and time.monotonic() > when:
-                told, began = pieces.period, time.monotonic()
+            slowest = max(slowest, clock.now() - began)
+            pieces.cool_within(budget.seconds * pieces.rounds / (clock.now() - start))
+            if pieces.period < told and clock.now() > when:
+                told, began = pieces.period, clock.now()
                 tell(pieces.result())
-                when = time.monotonic() + max(TELL_SECONDS, (time.monotonic() - began) / TELL_SHARE)
+                when = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
+    pieces.count(budget.tally)
     return pieces.result()
 
 
 class _PieceChains:
     """A piece and its annealing chains, the second begun when it is first asked for."""
 
-    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
+                 params: AnnealingParams) -> None:
         self.rounds = self.better = 0
         """Rounds of annealing, and which of them found the last better plan."""
         self._problem, self._seed = problem, seed * CHAINS
-        self.chains = [AnnealingChain(problem, solution, goal, self._seed)]
+        self.chains = [AnnealingChain(problem, solution, goal, self._seed, params)]
         self.period = self.best.period
 
     @property
@@ -191,6 +196,13 @@ class _Pieces:
         for piece in self._annealed:
             for chain in piece.chains:
                 chain.cool_within(rounds * piece.rounds / self.rounds)
+
+    def count(self, tally: Tally) -> None:
+        """Add what the operators of all chains have done."""
+        for piece in self._pieces:
+            for chain in piece.chains:
+                for name, (tried, _, better) in chain.operators.items():
+                    tally.add(f"annealing: {name}", tried, better)
 
     def result(self) -> Annealed:
         """The best plans found."""

@@ -6,6 +6,7 @@ from types import TracebackType
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 
@@ -15,11 +16,11 @@ POLL_SECONDS = 0.05
 class Finder:
     """Looks for a plan of at most `longest` ticks until the deadline; a context manager, which ends the search."""
 
-    def __init__(self, problem: Problem, longest: int, *, lower_bound: int, deadline: float, seed: int) -> None:
+    def __init__(self, problem: Problem, longest: int, *, lower_bound: int, budget: Budget) -> None:
         self.problem = problem
-        self.deadline = deadline
-        self._longest, self._lower_bound, self._seed = longest, lower_bound, seed
         self._enough = threading.Event()
+        self.budget = msgspec.structs.replace(budget.beside(), stop=self._enough)
+        self._longest, self._lower_bound = longest, lower_bound
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._running = self._pool.submit(self._find)
 
@@ -27,8 +28,7 @@ class Finder:
         from planner.search.cpsat.model import find  # the solver takes a third of a second to load
 
         whole = msgspec.structs.replace(self.problem, shedding=False)  # with fewer choices it finds more
-        return find(whole, self._longest, lower_bound=self._lower_bound, deadline=self.deadline,
-                    seed=self._seed, stop=self._enough)
+        return find(whole, self._longest, lower_bound=self._lower_bound, budget=self.budget)
 
     def result(self, stop: threading.Event, *, wanted: bool) -> Solution | None:
         """What it has found, at the deadline or before; at once where that is not wanted, or when told to stop."""

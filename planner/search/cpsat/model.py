@@ -1,14 +1,13 @@
 """CP-SAT: improve a plan, which is the hint and never made worse, or find a shorter one from scratch."""
 
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import msgspec
 from ortools.sat.python import cp_model
 
+from planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
@@ -42,9 +41,9 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
         self._progress(round(self.objective_value))
 
 
-def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: float, seed: int,
-            progress: Callable[[int], None], stop: threading.Event) -> Improvement:
-    """Search for a smaller period until the deadline (a time.monotonic()) or until told to stop, starting from `hint`.
+def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
+            progress: Callable[[int], None]) -> Improvement:
+    """Search for a smaller period within the budget, starting from `hint`.
 
     The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
     depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
@@ -53,8 +52,8 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     before = solution_period(problem, hint)
     model, variables = _model(problem, lower_bound, before)
     _give_hint(model, problem, variables, hint, before)
-    solver = _solver(deadline - time.monotonic(), seed, small=len(variables.start) <= SMALL_MODEL)
-    status = _solve(solver, model, _OnSolution(progress), stop)
+    solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
+    status = _solve(solver, model, _OnSolution(progress), budget)
     if status == cp_model.UNKNOWN:
         return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -66,18 +65,17 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
 
 
-def find(problem: Problem, longest: int, *, lower_bound: int, deadline: float, seed: int,
-         stop: threading.Event) -> Solution | None:
+def find(problem: Problem, longest: int, *, lower_bound: int, budget: Budget) -> Solution | None:
     """A plan with a period of at most `longest`, in which the micro-batches of a pipeline pass every stage in order.
 
-    None if there is none, or none is found until the deadline (a time.monotonic()) or until told to stop. The solver
-    builds plans op by op from the start, as a list scheduler does, but learns from each that fails. Where a worker has
-    a dozen micro-batches this finds plans that annealing does not; where it has many more it finds nothing.
+    None if there is none, or none is found within the budget. The solver builds plans op by op from the start, as a
+    list scheduler does, but learns from each that fails. Where a worker has a dozen micro-batches this finds plans
+    that annealing does not; where it has many more it finds nothing.
     """
     model, variables = _model(problem, lower_bound, longest, in_turn=True)
-    solver = _solver(deadline - time.monotonic(), seed, small=False)
+    solver = _solver(budget, small=False)
     solver.parameters.search_branching = cp_model.FIXED_SEARCH
-    status = _solve(solver, model, _OnSolution(lambda _: None), stop)
+    status = _solve(solver, model, _OnSolution(lambda _: None), budget)
     return _read(problem, variables, solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
 
 
@@ -94,15 +92,17 @@ def _model(problem: Problem, shortest: int, longest: int, *,
 
 
 def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, on_solution: _OnSolution,
-           stop: threading.Event) -> cp_model.CpSolverStatus:
+           budget: Budget) -> cp_model.CpSolverStatus:
     """Run the solver beside this thread, so that the search can be ended in good order."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, on_solution)
         while not running.done():
             wait([running], timeout=POLL_SECONDS)
-            if stop.is_set():
+            if budget.stopped:
                 solver.stop_search()  # again and again: it is lost on a search that has not quite begun
-        return running.result()
+        status = running.result()
+    budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
+    return status
 
 
 def _horizon(problem: Problem, period: int) -> int:
@@ -141,12 +141,13 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
     model.add_hint(variables.period, period)
 
 
-def _solver(seconds: float, seed: int, *, small: bool) -> cp_model.CpSolver:
+def _solver(budget: Budget, *, small: bool) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     parameters = solver.parameters
-    parameters.max_time_in_seconds = max(0.01, seconds)
+    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+        setattr(parameters, name, limit)
     parameters.catch_sigint_signal = False
-    parameters.random_seed = seed
+    parameters.random_seed = budget.seed
     parameters.num_workers = 1
     # Linear relaxations prove small models optimal a third sooner; in large ones their cuts overrun the time limit by
     # seconds and prove nothing (measured: the worked example; 8 pipelines x 8 stages x 16 micro-batches).

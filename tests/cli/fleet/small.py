@@ -6,6 +6,7 @@ import pytest
 
 from cli.fleet.availability_trace import AvailabilityTrace, Change
 from cli.fleet.costs import Costs
+from cli.fleet.failure_models import FailureModel, Kind
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Cause, Scenario
 from cli.fleet.simulation import simulate
@@ -68,3 +69,9 @@ def spans(result):
     """[(cause, seconds)] of a run."""
     return [(list(Cause)[number].name, pytest.approx(float(seconds)))
             for number, seconds in zip(result.cause, result.seconds[1:] - result.seconds[:-1], strict=True)]
+
+
+def failing(mtbf, *more, **kind):
+    """Single machines that fail once in so many hours each; `more` are pairs (machines of a domain, hours)."""
+    return FailureModel(name="made", kinds=tuple(
+        Kind(cause=f"{size}", gpus=size, mtbf_hours=hours, **kind) for size, hours in [(1, mtbf), *more]))

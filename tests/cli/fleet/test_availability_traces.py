@@ -7,15 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.fleet.availability_trace import AvailabilityTrace, Change, fail_together, fit_to_job, group_gpus
-from cli.fleet.synthetic_trace import (
-    PRESETS,
-    FailSlowRates,
-    FailureRates,
-    draw_slow_workers,
-    draw_trace,
-    published_fail_slow,
-)
+from cli.fleet.failure_models import FAILURE_MODELS
+from cli.fleet.synthetic_trace import draw_trace
 from cli.fleet.trace_file import TraceFileError, from_counts, parse_availability_trace, read_availability_trace
+from tests.cli.fleet.small import failing
 
 SAMPLES = """
 2021-12-11, 10:00:00, 4
@@ -115,23 +110,6 @@ def test_gpus_make_workers():
         group_gpus(gpus, 3)
 
 
-def test_published_fail_slow_makes_a_job_that_waits_take_1_34_times_as_long():
-    whole = AvailabilityTrace(name="whole", places=64, live=tuple(range(64)), changes=(), length_seconds=3.6e6)
-    rates = published_fail_slow(64)
-    trace = draw_slow_workers(whole, rates, seed=1)
-    slow, clock, taken = set(), 0.0, 0.0
-    for change in (*trace.changes, Change(trace.length_seconds)):
-        taken += (change.seconds - clock) * (rates.factor if slow else 1.0)
-        clock = change.seconds
-        for place, factor in change.slowed:
-            (slow.add if factor > 1 else slow.discard)(place)
-    assert taken / trace.length_seconds == pytest.approx(1.34, abs=0.03)
-    assert draw_slow_workers(whole, published_fail_slow(64), seed=1) == trace
-    for wrong in ({"mtbf_hours": 0.0}, {"hours": math.inf}, {"factor": 0.5}, {"mtbf_hours": 1e-9}):
-        with pytest.raises(ValueError, match="expected"):
-            draw_slow_workers(whole, FailSlowRates(**({"mtbf_hours": 1.0, "hours": 1.0, "factor": 2.0} | wrong)))
-
-
 def test_unknown_removals_and_second_additions_are_ignored_and_told():
     trace = parse_availability_trace(EVENTS + "130000,remove,z\n140000,add,d\n150000,remove,d\n")
     assert trace.changes[-1] == Change(150.0, removed=(0,)) and trace.notes[0].startswith("2 events ignored")
@@ -228,7 +206,7 @@ def test_a_node_is_there_while_all_of_it_is():
 
 @given(seed=st.integers(0, 2**16), size=st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
-    drawn = draw_trace(FailureRates(machine_mtbf_hours=30, node_size=3, node_mtbf_hours=200), 12, 2, seed)
+    drawn = draw_trace(failing(30, (3, 200)), 12, 2, seed)
     nodes = tuple(tuple(range(first, first + size)) for first in range(0, 12, size))
     together = fail_together(drawn, nodes)
     live, single, changes = set(together.live), set(drawn.live), {one.seconds: one for one in together.changes}
@@ -243,9 +221,9 @@ def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
 
 
 def test_failures_come_at_the_rate_asked_for():
-    failures = FailureRates(machine_mtbf_hours=100, repair_hours=1e-3, transient_share=0)
+    failures = failing(100, repair_hours=1e-3, transient_share=0)
     for shape in (1.0, 0.7):
-        rates = FailureRates(machine_mtbf_hours=100, repair_hours=1e-3, transient_share=0, shape=shape)
+        rates = failing(100, repair_hours=1e-3, transient_share=0, shape=shape)
         many = draw_trace(rates, 200, 50)
         expected = 200 * 50 * 24 / 100
         assert many.removals == pytest.approx(expected, rel=0.15 if shape == 1.0 else 0.35)
@@ -253,24 +231,24 @@ def test_failures_come_at_the_rate_asked_for():
 
 
 def test_repairs_take_as_long_as_asked_for():
-    lasting = draw_trace(FailureRates(machine_mtbf_hours=100, repair_hours=50, transient_share=0), 300, 40)
-    brief = draw_trace(FailureRates(machine_mtbf_hours=100, repair_hours=50, transient_share=1, restart_hours=1), 300,
+    lasting = draw_trace(failing(100, repair_hours=50, transient_share=0), 300, 40)
+    brief = draw_trace(failing(100, repair_hours=50, transient_share=1, restart_hours=1), 300,
                        40)
     assert lasting.mean_live / 300 == pytest.approx(100 / 150, abs=0.05)
     assert brief.mean_live / 300 == pytest.approx(100 / 101, abs=0.01)
 
 
 def test_nodes_and_racks_fail_together():
-    failures = FailureRates(machine_mtbf_hours=1e7, node_size=4, node_mtbf_hours=300, rack_size=2, rack_mtbf_hours=1e9)
+    failures = failing(1e7, (4, 300), (8, 1e9))
     trace = draw_trace(failures, 40, 20)
     assert trace.removals and all(change.removed[0] % 4 == 0 and len(change.removed) == 4
                                   for change in trace.changes if change.removed)
-    racks = draw_trace(FailureRates(machine_mtbf_hours=1e7, node_size=4, rack_size=2, rack_mtbf_hours=300), 40, 20)
+    racks = draw_trace(failing(1e7, (8, 300)), 40, 20)
     assert all(len(change.removed) == 8 for change in racks.changes if change.removed)
 
 
 def test_no_machine_dies_twice_or_returns_alive():
-    trace = draw_trace(FailureRates(machine_mtbf_hours=5, repair_hours=5, node_size=3, node_mtbf_hours=20), 12, 10)
+    trace = draw_trace(failing(5, (3, 20), repair_hours=5), 12, 10)
     live = set(trace.live)
     for change in trace.changes:
         assert live.issuperset(change.removed) and live.isdisjoint(change.added)
@@ -278,12 +256,13 @@ def test_no_machine_dies_twice_or_returns_alive():
 
 
 def test_llama_3_fails_every_three_hours():
-    trace = draw_trace(PRESETS["llama-3"], 16_384, 30)
+    trace = draw_trace(FAILURE_MODELS["llama-3"], 16_384, 30)
     assert trace.seconds_between_failures / 3600 == pytest.approx(3.1, rel=0.15)
 
 
-@pytest.mark.parametrize("wrong", [{"machine_mtbf_hours": 0.0}, {"machine_mtbf_hours": 1.0, "transient_share": 2.0},
-                                   {"machine_mtbf_hours": math.nan}, {"machine_mtbf_hours": 1.0, "node_size": 0}])
+@pytest.mark.parametrize("wrong", [
+    failing(0.0), failing(1.0, transient_share=2.0), failing(math.nan), failing(1.0, (0, 1.0)),
+    failing(1.0, repair_hours=0.0), failing(1e-9)])
 def test_rates_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="expected"):
-        draw_trace(FailureRates(**wrong), 4, 1)
+        draw_trace(wrong, 4, 1)

@@ -14,12 +14,12 @@ from cli.fleet.costs import costs_for
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Cause
 from cli.fleet.simulation import compare
-from cli.fleet.synthetic_trace import FailureRates, draw_trace
+from cli.fleet.synthetic_trace import draw_trace
 from cli.fleet.throughput import Throughputs
 from cli.fleet.trace_file import parse_availability_trace
 from planner.job.file import parse_job
 from planner.job.presets import preset, preset_names
-from tests.cli.fleet.small import job
+from tests.cli.fleet.small import failing, job
 
 LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
 """Presets of which a plan takes a second: a shorter trace. `benchmarks.traces` has long ones for all."""
@@ -84,7 +84,7 @@ def test_a_stage_is_lost_when_recycle_loses_it_and_never_else():
 @pytest.mark.parametrize("seed", range(2))
 def test_on_drawn_traces(seed):
     workers = throughputs("gpt-6.2b").workers
-    trace = draw_trace(FailureRates(machine_mtbf_hours=40, repair_hours=3, node_size=8, node_mtbf_hours=60), workers,
+    trace = draw_trace(failing(40, (8, 60), repair_hours=3), workers,
                        1, seed)
     result = result_for(throughputs("gpt-6.2b"), trace)
     assert result.runs["slipstream"].throughput == max(result.runs[kind].throughput for kind in result.runs)

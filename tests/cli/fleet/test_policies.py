@@ -7,8 +7,8 @@ import pytest
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Cause, Checkpoints, Phase, Spans
 from cli.fleet.simulation import Comparison, compare
-from cli.fleet.synthetic_trace import FailureRates, draw_trace
-from tests.cli.fleet.small import COSTS, WHOLE, lose, run, scenario, trace
+from cli.fleet.synthetic_trace import draw_trace
+from tests.cli.fleet.small import COSTS, WHOLE, failing, lose, run, scenario, trace
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -26,6 +26,7 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
     ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
     ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
     ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("trainmover", 18 / 31),
+    ("byterobust", 18 / 31), ("ft-hsdp", WHOLE),
     ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
 def test_rates_with_all_workers_alive(name, rate):
@@ -44,7 +45,7 @@ def test_reference_lines():
 @pytest.mark.parametrize(("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")])
 def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order):
     one = scenario(pipelines=4, order=order)
-    made = draw_trace(FailureRates(machine_mtbf_hours=6, repair_hours=2, node_size=2, node_mtbf_hours=30), 8, 2, seed)
+    made = draw_trace(failing(6, (2, 30), repair_hours=2), 8, 2, seed)
     result = compare(list(POLICIES.values()), one.throughputs, COSTS, made)
     limit = result.runs["work-conserving"].throughput
     for ran in result.runs.values():

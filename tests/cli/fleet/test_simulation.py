@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from cli.fleet.availability_trace import group_gpus
+from cli.fleet.failure_models import SLOW_MODELS
 from cli.fleet.policies import POLICIES
 from cli.fleet.policy import Scenario
 from cli.fleet.simulation import compare, simulate, throughputs_over_traces
-from cli.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
+from cli.fleet.synthetic_trace import draw_slow, draw_trace
 from cli.fleet.throughput import Throughputs
-from tests.cli.fleet.small import COSTS, gain, job, lose, scenario, trace
+from tests.cli.fleet.small import COSTS, failing, gain, job, lose, scenario, trace
 
 KINDS = [POLICIES[name] for name in ("fault-scaled", "torchft", "work-conserving")]
 
@@ -59,9 +60,9 @@ def test_what_policies_keep_and_share_changes_no_digit():
     """Many traces at once, against each policy by itself with figures that are found anew: with slow and partly failed
     machines, and with all gone for a while.
     """
-    rates = FailureRates(machine_mtbf_hours=10, repair_hours=4)
+    rates = failing(10, repair_hours=4)
     traces = [draw_trace(rates, 6, 2, seed) for seed in range(3)]
-    traces += [draw_slow_workers(traces[0], published_fail_slow(6), 1),
+    traces += [draw_slow(traces[0], SLOW_MODELS["greyhound"], 1),
                trace(lose(100.0, *range(6)), gain(200.0, 0, 3))]
     traces += [group_gpus(draw_trace(rates, 24, 2, seed), 4) for seed in range(2)]
     kept = Throughputs(job(), plan_seconds=0.01, settle_seconds=0.01)

@@ -18,7 +18,7 @@ from planner.tables.build import build_table
 from schedules.tables.table import Table
 from tests.cli.fleet.small import job
 
-OPTIONS = PlanOptions(method="greedy", time_limit=0.5)
+OPTIONS = PlanOptions(method="greedy", steps=200_000)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5])

@@ -5,7 +5,7 @@ import itertools
 import networkx as nx
 
 from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout, MicroBatch
+from planner.layout.types import UNLIMITED, Layout, LiveWorker, MicroBatch
 from schedules.schedule import Worker
 
 
@@ -20,12 +20,13 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
     ranges = [(stage * per_stage, (stage + 1) * per_stage) for stage in range(stages)]
     return LayoutProblem(
         forward=times, backward_input=times, backward_weight=times, optimizer=(optimizer,) * count,
-        all_reduce=(0,) * count, transfer=transfer, activation=(1,) * count, weight_stash=(1,) * count,
-        weights=(weights,) * count, room=None if room is None else dict.fromkeys(live, room),
-        per_mille={Worker.parse(name): per_mille for name, per_mille in (slow or {}).items()},
+        all_reduce=(0,) * count, transfer=transfer, weight_stash=(1,) * count,
+        activation=() if room is None else (1,) * count, weights=(weights,) * count, workers={worker: LiveWorker(
+            per_mille=(slow or {}).get(str(worker), 1000), room=UNLIMITED if room is None else room,
+            holds=(ranges[worker.column],)) for worker in live},
         microbatches=(microbatches,) * pipelines if isinstance(microbatches, int) else tuple(microbatches),
         paths=(tuple(zip(ranges, range(stages), strict=True)),),
-        holds={worker: (ranges[worker.column],) for worker in live}, layers=layers, **more)
+        layers=layers, **more)
 
 
 def loads(given: LayoutProblem, layout: Layout) -> dict[Worker, int]:
@@ -56,9 +57,9 @@ def assert_valid(given: LayoutProblem, layout: Layout, *, once: bool = True) -> 
             assert any(low <= first < end <= high for low, high in layout.holds[worker])
         passes.add_edges_from((a.worker, b.worker) for a, b in itertools.pairwise(route) if a.worker != b.worker)
     assert not once or nx.is_directed_acyclic_graph(passes), "two routes pass two workers in opposite order"
-    if given.room is not None:
+    if given.activation:
         for worker, ranges in layout.holds.items():
             held = [layer for low, high in ranges for layer in range(low, high)]
-            assert sum(given.weight(layer) + given.most(layer) for layer in held) <= given.room[worker]
+            assert sum(given.weight(layer) + given.most(layer) for layer in held) <= given.room_of(worker)
     if given.layers == "fixed":
         assert layout.holds == given.holds

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from planner.job.file import parse_job
 from planner.layout.bounds import fill_ticks, period_bound, whole_bound, work_bound
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
+from planner.model.from_job import build_problem, layout_problem
 from schedules.schedule import Worker
 from tests.planner.layout.layouts import problem
 from tests.planner.search.brute_force import optimal_period

@@ -51,7 +51,7 @@ def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
     assert none == [kind for kind in quarters if "short slices" not in kind] != quarters
     assert none == [kind for kind in halves if "short slices" not in kind]
     short = [kind for kind in halves if "short slices" in kind]
-    assert short and all("spread apart" in kind or "whole" in kind for kind in short)
+    assert short and all("spread separately" in kind or "whole" in kind for kind in short)
 
 
 def _idle(given_problem):

@@ -7,6 +7,7 @@ from collections import Counter
 import networkx as nx
 import pytest
 
+from planner.budget import Budget
 from planner.layout.bounds import work_bound
 from planner.layout.candidates import candidates
 from planner.layout.cpsat import improved
@@ -76,7 +77,7 @@ def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_c
 def test_micro_batches_spread_apart_have_lines_of_their_own(pipelines, failed, items, sets, load):
     given = problem(pipelines, 8, 16, 8, failed=failed, transfer=1, optimizer=0)
     lines = lines_of(given)
-    least, division = Divider(given, lines, apart=True).least()
+    least, division = Divider(given, lines, separate=True).least()
     assert division.items == items and least <= load * 8 * 30
     layout = layout_of(given, lines, division, "")
     assert_valid(given, layout)
@@ -109,7 +110,7 @@ def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, 
     lines = lines_of(given)
     known = Divider(given, lines).least()
     before = layout_of(given, lines, known[1], "")
-    division = improved(given, lines, known, seconds=10)
+    division = improved(given, lines, known, Budget.of_steps(4_000_000))
     assert division is not None
     layout = layout_of(given, lines, division, "")
     assert_valid(given, layout)
@@ -127,7 +128,8 @@ def test_exact_assignments_of_one_seed_are_equal():
     given = problem(4, 4, 8, 4, failed=["0.1"], transfer=1)
     lines = lines_of(given)
     known = Divider(given, lines).least()
-    assert improved(given, lines, known, seconds=30, seed=3) == improved(given, lines, known, seconds=30, seed=3)
+    found = [improved(given, lines, known, Budget.of_steps(12_000_000, 3)) for _ in range(2)]
+    assert found[0] == found[1]
 
 
 def test_candidates_are_no_longer_than_published_systems():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from planner.layout.candidates import candidates
+from planner.layout.types import LiveWorker
 from schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
@@ -27,7 +28,7 @@ def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
 def test_a_moved_holder_keeps_a_lost_stage_alive():
     """Worker 0.2 held stage 1, too: its layers are somewhere, and the plan goes on from there."""
     given = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
-    given = msgspec.structs.replace(given, holds={**given.holds, Worker(0, 2): ((2, 6),)})
+    given = given.holding({**given.holds, Worker(0, 2): ((2, 6),)})
     for layers in ("fixed", "move"):
         for layout in candidates(msgspec.structs.replace(given, layers=layers)):
             assert_valid(msgspec.structs.replace(given, layers=layers), layout)
@@ -50,7 +51,8 @@ def test_virtual_stages():
     holds = {Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
              for pipeline in range(3) for column in range(2) if (pipeline, column) != (1, 0)}
     for layers in ("fixed", "move"):
-        there = msgspec.structs.replace(given, paths=(path,), holds=holds, layers=layers)
+        there = msgspec.structs.replace(given, paths=(path,), layers=layers, workers={
+            worker: LiveWorker(holds=held) for worker, held in holds.items()})
         found = list(candidates(there))
         assert found
         for layout in found:

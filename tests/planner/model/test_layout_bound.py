@@ -1,23 +1,20 @@
 """The bound of a given layout: below every plan of it, above its longest load where workers must wait."""
 
 import random
-import time
 
 import pytest
 
+from planner.budget import Budget
 from planner.layout.candidates import candidates
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.bounds import whole_fill
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
-from planner.model.from_layout import problem_of_layout
-from planner.model.layout_bound import LayoutBound
-from planner.search.budget import Budget
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from planner.model.layout_bound import LayoutBound, can_bound
+from planner.search.bound import divided
+from planner.search.engine import solve
 from planner.search.list_scheduler import StuckError
-from planner.search.solve import solve, solved_by
-from planner.search.steps.bound import divided
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.list_schedules import list_schedules
 from schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -42,7 +39,7 @@ def test_no_list_schedule_of_a_layout_undercuts_its_bound(seed):
     failed = chosen.sample([Worker(*divmod(number, stages)) for number in range(pipelines * stages)], 1)
     for problem in problems(job, failed):
         try:
-            known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 0.05))
+            known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(20_000))
         except StuckError:  # too little memory for that layout
             continue
         bound = LayoutBound([piece.problem for piece in known.pieces])
@@ -53,11 +50,11 @@ def test_no_list_schedule_of_a_layout_undercuts_its_bound(seed):
 def test_micro_batches_that_are_too_few_to_fill_are_counted():
     """The first worker runs 4 F of 4 ticks while its first micro-batch makes a round trip of 3 x (4 + 1 + 4 + 1)."""
     job = layered(1, 4, 4)
-    problem = next(problem for problem in problems(job, []) if problem.interleaved)
+    problem = next(problem for problem in problems(job, []) if can_bound(problem))
     work = 4 * 12 + 2
     bound = LayoutBound([piece.problem for piece in decompose(problem)])
     ticks = problem.tick_seconds
-    assert bound.period(1, 10_000, deadline=time.monotonic()) == 1, "no time: nothing is excluded"
+    assert bound.period(1, 10_000, over=lambda: True) == 1, "no time: nothing is excluded"
     assert bound.period(1, 10_000) * ticks == pytest.approx(work + 3 * 10 - 3 * 4, rel=0.01)
 
 
@@ -94,8 +91,8 @@ def test_memory_makes_workers_wait():
 
 def test_a_plan_of_the_layout_can_be_as_short():
     problem = problems(layered(2, 2, 6), [])[0]
-    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 1))
-    known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 1))
+    solved = solve(problem, "cp-sat", Budget.of_steps(400_000))
+    known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(400_000))
     bound = LayoutBound([piece.problem for piece, _ in solved.pieces]).period(1, known.period)
     assert bound == pytest.approx(known.period, rel=0.05)
-    assert solved_by(known, 1.0).lower_bound_ticks == 1
+    assert known.bound == 1

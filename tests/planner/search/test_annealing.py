@@ -1,33 +1,32 @@
 """Annealing: its clock is that of `planner.model.arrays`, its plans keep every rule, and it never makes one worse."""
 
-import time
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.budget import STEP_SECONDS, Budget
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
+from planner.params import DEFAULTS
+from planner.search.anneal import anneal as anneal_incumbent
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.cooling import aim
 from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
 from planner.search.kernel.annealing.loop import anneal
 from planner.search.kernel.annealing.timing import set_deadlines, set_heads
 from planner.search.kernel.annealing.timing import time as timed
 from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.steps.anneal import BEGIN_SECONDS
-from planner.search.steps.anneal import anneal as anneal_incumbent
-from planner.search.steps.bound import bound
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.list_schedules import list_schedules
+from planner.search.proposals import Proposals
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -96,7 +95,7 @@ def test_where_a_cycle_has_reached_its_aim_it_aims_lower_at_the_very_step():
 
 
 def test_a_cycle_aims_below_the_best_plan_and_never_below_the_goal():
-    assert [aim(period, 100) for period in (140, 120, 102, 101, 100, 90)] == [120, 110, 101, 100, 100, 100]
+    assert [aim(period, 100, 0.5) for period in (140, 120, 102, 101, 100, 90)] == [120, 110, 101, 100, 100, 100]
 
 
 def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
@@ -158,7 +157,8 @@ def test_ops_without_duration_never_wait_for_each_other_in_a_circle(order, trans
     set_deadlines(chain.instance, chain.state, chain.sorting)
     chain.record[:] = FOREVER
     chain.queue.counters[SPAN] = 100
-    cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, shifts=60, low=-FOREVER, high=FOREVER)
+    cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, trade=2 / 24, move=1 / 24,
+                  shifts=60, low=-FOREVER, high=FOREVER)
     for step in range(cycle.steps):
         anneal(chain, cycle, step, step + 1)
         period = timed(chain.instance, chain.state, chain.sorting, chain.trial, 0)
@@ -169,7 +169,7 @@ def test_it_closes_a_gap_that_list_schedules_leave():
     """Some 13 % above the bound before, 6 % after."""
     problem = gapped()
     before, bound = listed(problem), lower_bound(problem)
-    done = anneal_pieces([problem], [before], bound, Budget(deadline=time.monotonic() + 60), cycles=1)
+    done = anneal_pieces([problem], [before], bound, Budget.of_steps(24_000_000), cycles=1)
     after, = done.solutions
     assert done.steps > 1000 and 0 <= done.stale <= 1
     assert solution_period(problem, before) > 1.12 * bound and solution_period(problem, after) < 1.08 * bound
@@ -178,11 +178,11 @@ def test_it_closes_a_gap_that_list_schedules_leave():
 def test_it_does_not_begin_what_the_time_is_too_short_for():
     """To begin takes as long as the job is large, whatever is left: a limit of 1 s became 3 s with 98,000 ops."""
     problem = build_problem(grid(2, 4, 250))
-    known = list_schedules(bound(problem), Budget(deadline=time.monotonic()))
-    enough = BEGIN_SECONDS * sum(piece.problem.operations for piece in known.pieces)
+    known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(0))
+    enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operations for piece in known.pieces)
     known = msgspec.structs.replace(known, bound=known.period - 1)
-    assert anneal_incumbent(known, Budget(deadline=time.monotonic() + 0.9 * enough)) is known
-    annealed = anneal_incumbent(known, Budget(deadline=time.monotonic() + 100 * enough), cycles=1)
+    assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
+    annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
     assert annealed.annealing is not None
 
 

@@ -6,8 +6,7 @@ from planner.layout.candidates import candidates
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.decompose import undivided
-from planner.model.for_layout import layout_problem
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import layout_problem, problem_of_layout
 from planner.model.start_times import solution_period
 from planner.search.assignment import assign
 from planner.search.composition import Composition

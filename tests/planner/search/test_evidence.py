@@ -1,17 +1,16 @@
 """Which of plan and bound leaves a gap: told by what was tried."""
 
-import time
 
 import msgspec
 import pytest
 
+from planner.budget import Budget, Clock
 from planner.model.from_job import build_problem
-from planner.search.budget import Budget
+from planner.search.anneal import anneal
 from planner.search.evidence import evidence
 from planner.search.incumbent import AnnealingEffort
-from planner.search.steps.anneal import anneal
-from planner.search.steps.bound import bound
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.list_schedules import list_schedules
+from planner.search.proposals import Proposals
 from schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -20,7 +19,7 @@ from tests.jobs import grid
 def listed():
     """List schedules of a job with little memory: above the bound."""
     problem = build_problem(grid(3, 8, 8, more="[memory]\ncapacity = 8\nweight_stash = 1\n"), [Worker(0, 4)])
-    known = list_schedules(bound(problem), Budget(deadline=time.monotonic() + 0.1))
+    known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(40_000))
     assert known.open
     return known
 
@@ -28,15 +27,15 @@ def listed():
 @pytest.mark.parametrize(("effort", "says"), [
     (None, "only list schedules were tried"), (AnnealingEffort(0, 0.0, 0), "only list schedules were tried"),
     (AnnealingEffort(1000, 0.9, 2), "still improving when the time was up (1,000 orders were tried): try "
-                                    "5 times the --time-limit;"),
+                                    "5 times the limit;"),
     (AnnealingEffort(1000, 0.4, 9), "still improving when the time was up"),
     (AnnealingEffort(1000, 0.9, 9), "no improvement for the last 18 s (1,000 orders were tried): this is probably "
                                     "close to the best")])
 def test_little_tried_asks_for_more_time_and_much_in_vain_does_not(listed, effort, says):
-    text = evidence(msgspec.structs.replace(listed, annealing=effort), 20.0)
+    text = evidence(msgspec.structs.replace(listed, annealing=effort), Clock(), 20.0)
     assert says in text and text.endswith(f"the bound counts {listed.bound_counts}")
 
 
 def test_annealing_without_time_forgets_nothing(listed):
     tried = msgspec.structs.replace(listed, annealing=AnnealingEffort(1000, 0.9, 9))
-    assert anneal(tried, Budget(deadline=time.monotonic() - 1)).annealing == tried.annealing
+    assert anneal(tried, Budget.of_steps(-400_000)).annealing == tried.annealing

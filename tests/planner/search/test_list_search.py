@@ -1,8 +1,6 @@
 """The search over list schedules: what it changes, and what it finds."""
 
 import random
-import threading
-import time
 from collections import Counter
 from unittest import mock
 
@@ -10,19 +8,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.budget import Budget
 from planner.layout.candidates import candidates
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
-from planner.model.for_layout import layout_problem
-from planner.model.from_job import build_problem
-from planner.model.from_layout import problem_of_layout
+from planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from planner.model.start_times import solution_period
+from planner.params import DEFAULTS
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.dispatch_rules import changed
 from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.list_search import FRUITLESS_WALKS, STALE_STEPS, _exchanged, search
+from planner.search.list_search import _exchanged, search
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -52,7 +50,7 @@ def test_exchanges_find_what_no_assignment_rule_gives():
     problem = build_problem(job, [Worker(0, 2), Worker(1, 3), Worker(2, 0)], sharing=False)
     piece, = decompose(problem)
     bound = lower_bound(problem)
-    solution, period = search(problem, bound, time.monotonic() + 100, 0, lambda _: None, threading.Event())
+    solution, period = search(problem, bound, Budget.of_steps(40_000_000))
     assert period <= 1.02 * bound
     schedule = build_schedule(problem, [(piece, solution)], lower_bound=bound, method="greedy")
     assert check(schedule) == []
@@ -73,7 +71,7 @@ def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
     problem = layout_with_routes()
 
     def found(steps, seed=0):
-        solution, period = search(problem, 1, time.monotonic() + 100, seed, lambda _: None, threading.Event(), steps)
+        solution, period = search(problem, 1, Budget.of_steps(40_000_000, seed), steps=steps)
         assert solution_period(problem, solution) == period
         return period, solution.starts
 
@@ -87,8 +85,8 @@ def test_walks_end_where_nothing_is_found():
     layout = next(candidates(layout_problem(job, [], layers="move")))
     piece, = decompose(problem_of_layout(job, [], layout))
     with mock.patch.object(ListScheduler, "order", autospec=True, side_effect=ListScheduler.order) as order:
-        search(piece.problem, 1, time.monotonic() + 100, 0, lambda _: None, threading.Event())
-    assert order.call_count <= 50 + FRUITLESS_WALKS * STALE_STEPS
+        search(piece.problem, 1, Budget.of_steps(40_000_000))
+    assert order.call_count <= 50 + DEFAULTS.lists.stale_starts * DEFAULTS.lists.stale_steps
 
 
 @settings(max_examples=60, deadline=None)

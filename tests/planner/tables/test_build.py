@@ -162,6 +162,7 @@ def killed_halfway(folder):
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_killed_build_goes_on_where_it_stopped(exact, tmp_path):
     killed_halfway(tmp_path)
     kept = {path.name: path.read_bytes() for path in (tmp_path / PARTS).glob("*.gz")}

@@ -32,7 +32,7 @@ class Counting:
         self.layers: dict[int, int] = {}
         self.order: Train | None = None
         self.members: tuple[Worker, ...] = ()
-        self.reached = self.begun = -1
+        self.reached = self.begun = self.saves = -1
         self.paused = True
 
     def ready(self, known):
@@ -57,6 +57,8 @@ class Counting:
             case Acknowledged() if self.order is not None and not self.paused and self.order.number == message.order:
                 assert message.iteration == self.reached
                 self.begun = message.iteration + 1
+                if message.save:
+                    self.saves = self.begun
                 if message.stop or self.begun == ITERATIONS:
                     self.pause()
             case Fetch() if any(move.target == self.worker for move in message.moves):
@@ -97,6 +99,7 @@ class Counting:
             assert needs <= read | moved
         self.layers = dict.fromkeys(needs, committed + 1)
         self.world.fewest = min(self.world.fewest, len(schedule.seats))
+        self.saves = -1
         self.order, self.members, self.paused = order, tuple(seat.worker for seat in schedule.seats), False
         self.reached, self.begun = committed, committed + 1
         self.said.append(Started(self.worker, order.number))
@@ -115,6 +118,7 @@ class Counting:
                 and other.begun >= self.begun for other in self.met()):
             return
         self.reached = self.begun
+        self.world.stepped(self.order.number, self.reached, self.worker, saves=self.saves == self.reached)
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
         self.said.append(Ran(self.worker, self.order.number, self.reached,
                              float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))

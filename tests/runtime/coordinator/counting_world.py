@@ -2,6 +2,7 @@
 
 import functools
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
@@ -55,13 +56,20 @@ class World:
         self.checkpoints = [0]
         self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = 0
         self.taking_over, self.fewest = None, len(WORKERS)
+        self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
+        self.saved = 0
         self.losses = LossFile(out, 0, None)
         self.coordinator, self.log = self.started([])
 
     def started(self, losses):
         log = CommitLog("job")
         return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=PLACEMENT,
+                           checkpoints=CheckpointTimer(automatic=True),
                            listeners=Listeners(went_back=self.go_back)), log
+
+    def stepped(self, order, iteration, worker, *, saves) -> None:
+        """A worker that saves waits for all others' parts: all members of an order do so before the same step."""
+        self.savers.setdefault((order, iteration), {}).setdefault(worker, set()).add(saves)
 
     def go_back(self, iteration) -> None:
         self.went_back += 1
@@ -81,6 +89,11 @@ class World:
             case Ran():
                 for iteration, loss in self.log.ran(message):
                     self.losses.write(iteration, loss, 0.1, 0.0)
+                    said = set().union(*self.savers.pop((message.order, iteration)).values())
+                    assert len(said) == 1, "some save, and wait for others that do not"
+                    if said == {True}:
+                        self.saved += 1
+                        self.coordinator._context.checkpoints.saved(iteration, 0.0)
                     if iteration % 4 == 3:
                         self.checkpoints.append(iteration + 1)
                     if self.rng.random() < 0.05:
@@ -113,6 +126,7 @@ class World:
     def restart(self) -> None:
         """The coordinator is gone, and another one looks for the workers."""
         self.restarts += 1
+        self.savers.clear()  # where nobody is left of a run, orders are numbered anew
         losses = read_losses(self.out, 0)
         self.coordinator, self.log = self.started(losses)
         self.coordinator.await_workers_of_another()

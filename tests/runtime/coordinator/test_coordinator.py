@@ -3,8 +3,9 @@
 from collections import defaultdict
 
 import pytest
+from msgspec.structs import replace
 
-from runtime.coordinator import join_planning
+from runtime.coordinator import going_back, join_planning
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
@@ -19,7 +20,7 @@ from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToD
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
 from runtime.replay.placement import Placement
 from schedules.codec import decode
-from schedules.schedule import Worker
+from schedules.schedule import COMPUTE_KINDS, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.running import schedule_for
@@ -383,3 +384,55 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
     assert run.last(Train).number == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
     recovery = run.coordinator.started(Started(Worker(0, 0), 3))
     assert (recovery.went_back_to, recovery.repeated) == (1, 2)
+
+
+def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for(monkeypatch, run):
+    """Its file system hangs: its main thread sends heartbeats all the same."""
+    clock = Clock()
+    monkeypatch.setattr(going_back, "time", clock)
+    lose_stage_1(run)
+    run.can_read(Worker(0, 0), 0)
+    run.can_read(BACK, 0, 2)
+    clock.now += going_back.ANSWER_SECONDS / 2
+    run.coordinator.advance()
+    assert run.coordinator.number == 1
+    clock.now += going_back.ANSWER_SECONDS
+    run.coordinator.advance()
+    assert run.last(Train).first_iteration == 2 and dict(run.last(Train).restore).keys() == {BACK}
+
+
+def test_where_only_one_can_read_a_checkpoint_who_has_nothing_to_do_an_older_one_is_taken(run):
+    lose_stage_1(run)
+    run.planner.answer((), schedule_for(JOB, [str(BACK)]))
+    schedule = schedule_for(JOB, [str(BACK)])
+    run.planner.for_workers = lambda _: schedule  # 1.1 takes no part in it
+    run.can_read(Worker(0, 0), 1)
+    run.can_read(Worker(1, 0))
+    run.can_read(BACK, 2)
+    assert run.last(Train).first_iteration == 1 and dict(run.last(Train).restore).keys() == {Worker(0, 0)}
+
+
+def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
+    """It passes nothing on that others would wait for: they could be two steps ahead of it, and could not go back."""
+    run = Run()
+    idle, schedule = BACK, schedule_for(JOB, [str(BACK)])
+    sums = tuple(op for op in schedule.programs[schedule.seat_of[Worker(0, 1)].program] if op.kind not in COMPUTE_KINDS)
+    with_it = replace(schedule, failed=(), programs=(*schedule.programs, sums), seats=tuple(sorted(
+        (*schedule.seats, Seat(idle, idle, len(schedule.programs))), key=lambda seat: seat.worker)))
+    run.planner._answers[()] = with_it
+    run.ran(0)
+    run.ready(idle)
+    run.fetch_up_to_date(FIRST_FETCH)
+    run.ran(1), run.ran(2), run.paused()
+    assert run.coordinator.number == 2 and run.last(Train, idle) is not None
+
+    def ran(worker, iteration):
+        report = Ran(worker, 2, iteration, 0.0, 1.0)
+        list(run.log.ran(report))
+        run.coordinator.ran(report)
+
+    for worker in MEMBERS:
+        ran(worker, 3)
+    assert [run.last(Acknowledged, worker).order for worker in MEMBERS] == [1, 1, 1]
+    ran(idle, 3)
+    assert [run.last(Acknowledged, worker) for worker in (*MEMBERS, idle)] == [Acknowledged(2, 3)] * 4

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.coordinator import stall_watch
+from runtime.coordinator.boundary import BoundaryPlanner
 from runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
 from runtime.errors import RunError
 from runtime.protocol import to_node_agent
@@ -27,6 +28,7 @@ from runtime.protocol.to_coordinator import (
 from runtime.protocol.to_node_agent import NodeTaken
 from runtime.run_folder import holder, locked
 from schedules.schedule import Worker
+from tests.runtime.coordinator import talking
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import talk
@@ -303,3 +305,14 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
     world.play(script, stops_before=2)
     told = [str(line) for line in world.told if "a [2J b" in str(line)]
     assert len(told) == 3 and all(line.isprintable() for line in map(str, world.told))
+
+
+def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, monkeypatch):
+    """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
+    looked = []
+    monkeypatch.setattr(BoundaryPlanner, "look", lambda planner: looked.append(planner))
+    setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
+    monkeypatch.setattr(talking, "SETUP", setup)
+    world = World(tmp_path, setup=setup)
+    world.play()
+    assert world.log.next_iteration == 90 and len(looked) < 90 + 60, "one of three reports commits"

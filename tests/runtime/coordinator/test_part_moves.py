@@ -7,7 +7,7 @@ import pytest
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.part_moves import Partition
-from runtime.model.parts import Cut, Elements, common, cut, parts_of, without
+from runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.replay.placement import place
 from schedules.schedule import Worker

@@ -5,10 +5,12 @@ import threading
 
 import pytest
 
+from runtime.coordinator import planning
 from runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
 from schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
+from tests.runtime.coordinator.clock import Clock
 from tests.runtime.failing import Planning
 from tests.runtime.running import schedule_for
 
@@ -42,6 +44,28 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
         assert asked == [JOIN, DEATH, LATER]
         service.forget()
         assert service.get(DEATH) is None
+
+    asyncio.run(script())
+
+
+def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
+    release, clock = threading.Event(), Clock()
+    monkeypatch.setattr(planning, "time", clock)
+
+    def scheduler(down):
+        if down != LATER:
+            release.wait(20)
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def script():
+        answers = asyncio.Event()
+        service = ScheduleService(schedule_for(JOB, []), scheduler, answers.set)
+        assert service.get(JOIN) is None and service.get(DEATH) is None and service.get(LATER) is None
+        clock.now += planning.STUCK_SECONDS + 1
+        assert service.get(LATER) is None
+        await asyncio.wait_for(answers.wait(), 20)
+        assert service.get(LATER) is not None
+        release.set()
 
     asyncio.run(script())
 

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from runtime.coordinator import join_planning
+from runtime.coordinator import checkpoint_timer, join_planning
 from runtime.errors import RunError
 from tests.runtime.coordinator.counting_workers import ITERATIONS
 from tests.runtime.coordinator.counting_world import RankedWorld, World
@@ -18,13 +18,14 @@ from tests.runtime.coordinator.counting_world import RankedWorld, World
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch):
     monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.0)
 
 
 class Played:
     """What has happened in some runs, all of which have ended as they may."""
 
     def __init__(self, kind, seeds, folder) -> None:
-        self.restarts = self.back = self.deaths = self.ended = self.told = 0
+        self.restarts = self.back = self.deaths = self.ended = self.told = self.saved = 0
         self.fewest = set()
         for seed in seeds:
             self._play(seed, kind(random.Random(seed), folder / f"{seed}.jsonl", deadly=0.004 if seed % 5 else 0.016))
@@ -51,13 +52,14 @@ class Played:
         self.told += world.told_to_leave
         self.restarts, self.back = self.restarts + world.restarts, self.back + world.went_back
         self.deaths += world.deaths
+        self.saved += world.saved
 
 
 def test_whoever_dies_the_numbers_are_whole(tmp_path):
     played = Played(World, range(50), tmp_path)
     assert played.restarts > 30 and played.back > 1 and played.deaths > 60 and played.told > 20 and played.ended < 25, \
         vars(played)
-    assert min(played.fewest) == 1
+    assert min(played.fewest) == 1 and played.saved > 100
 
 
 def test_whichever_rank_of_a_worker_stops_first_the_numbers_are_whole(tmp_path):

@@ -167,6 +167,7 @@ def test_short_iterations_are_put_together():
     assert change.worker == SLOW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "held_up", "of_iterations", "microbatches"), [
     (0.1, 0.02, 0.0, 4), (0.2, 0.05, 0.1, 2), (0.3, 0.1, 0.2, 1), (0.02, 0.2, 0.05, 1)])
 def test_false_alarms_are_rarer_than_one_in_a_thousand_iterations(spread, held_up, of_iterations, microbatches):

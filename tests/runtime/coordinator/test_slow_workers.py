@@ -2,7 +2,7 @@
 
 import asyncio
 
-from cli.shared.failure_schedules import scheduler_at_speeds
+from planner.failures import FailurePlanner
 from runtime.coordinator import slow_workers
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.slow_workers import SlowWorkers
@@ -22,7 +22,7 @@ class Run:
 
     def __init__(self):
         self.told, self.answered, self.iteration, self.order = [], asyncio.Event(), 0, 0
-        service = ScheduleService(FIRST, None, self.answered.set, at_speeds=scheduler_at_speeds(JOB, FIRST, None))
+        service = ScheduleService(FIRST, None, self.answered.set, at_speeds=FailurePlanner(JOB, FIRST).at_speeds)
         self.slow = SlowWorkers(service, self.told.append, lambda worker: None)
         self.begin(FIRST)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.shared.failure_schedules import scheduler_at_speeds
+from planner.failures import FailurePlanner
 from runtime.coordinator.planning import NoScheduleError
 from runtime.coordinator.speed_planning import decide, period_at, worth_back
 from schedules.schedule import Worker
@@ -12,7 +12,7 @@ from tests.runtime.running import schedule_for
 JOB = grid(4, 2, 8)
 SLOW = Worker(1, 1)
 FIRST = schedule_for(JOB)
-PLAN = scheduler_at_speeds(JOB, FIRST, None)
+PLAN = FailurePlanner(JOB, FIRST).at_speeds
 
 
 def test_work_is_shed_from_a_slow_worker_and_given_back():
@@ -41,7 +41,7 @@ def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out_and_taken_back_w
 def test_the_last_that_holds_a_stage_is_never_left_out():
     job = grid(1, 2, 4)
     first = schedule_for(job)
-    decision = decide(first, ((Worker(0, 1), 100.0),), scheduler_at_speeds(job, first, None))
+    decision = decide(first, ((Worker(0, 1), 100.0),), FailurePlanner(job, first).at_speeds)
     assert decision.left_out == () and decision.schedule is None
 
 

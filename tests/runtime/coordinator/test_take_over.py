@@ -1,9 +1,11 @@
 """What a new coordinator makes of what the workers know."""
 
-from runtime.coordinator.take_over import TakeOver
+from runtime.coordinator import take_over
+from runtime.coordinator.take_over import REJOIN_SECONDS, START_SECONDS, TakeOver
 from runtime.protocol.to_coordinator import Known
 from runtime.protocol.to_worker import Factor
 from schedules.schedule import Worker
+from tests.runtime.coordinator.clock import Clock
 
 ONE, OTHER, THIRD = Worker(0, 0), Worker(0, 1), Worker(1, 0)
 ALL = (ONE, OTHER, THIRD)
@@ -79,3 +81,14 @@ def test_who_was_only_about_to_take_part_is_no_member():
     assert set(found.holds) == {ONE}
     assert not taking(-1, nothing, nothing).over()
     assert set(taking(-1, nothing, nothing, nothing).found().holds) == set(ALL)
+
+
+def test_where_no_order_was_given_those_that_start_are_waited_for_longer(monkeypatch):
+    """Node 0 was killed at once: its workers have just begun to import what they need."""
+    clock, nothing = Clock(), Known(0, (), -1, (), None, pending=False)
+    monkeypatch.setattr(take_over, "time", clock)
+    began, running = taking(-1, nothing, nothing), taking(7, known(7), known(7))
+    clock.now += REJOIN_SECONDS + 1
+    assert running.over() and not began.over()
+    clock.now += START_SECONDS
+    assert began.over()

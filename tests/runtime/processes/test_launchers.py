@@ -94,6 +94,7 @@ def test_a_process_that_launchers_told_nothing_of_takes_the_first_gpus():
     assert gpu_share([3, 3], 1, LocalProcess()) == GpuShare(first=0, workers=3)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process_does_also_when_a_worker_dies(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     out = tmp_path / "out"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 END_SECONDS = 150.0
 """On a busy machine the end of torchrun itself takes long."""
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from runtime.model.data import load_corpus
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.slices import Slices, TensorForm, forms
-from runtime.model.steps import Steps
+from runtime.model.computing.slices import Slices, TensorForm, forms
+from runtime.model.data.data import load_corpus
+from runtime.model.layers.layered_model import model_for, parameter_dtype
+from runtime.model.state.holding import build_holding
+from runtime.model.state.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import RunConfig, parse_run_config
-from runtime.model.clipping import watches_gradients
-from runtime.model.data import load_corpus
-from runtime.model.holding import Holding, build_holding
-from runtime.model.layers import model_for
-from runtime.model.sharing import sharing_of
-from runtime.model.slices import Slices, forms
-from runtime.model.steps import Steps
+from runtime.model.computing.slices import Slices, forms
+from runtime.model.data.data import load_corpus
+from runtime.model.layers.layered_model import model_for
+from runtime.model.layers.sharing import sharing_of
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.holding import Holding, build_holding
+from runtime.model.state.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
@@ -119,6 +119,7 @@ def test_any_schedule_gives_the_numbers_of_one_process(schedule, clip_norm, skip
     compare(schedule, clip_norm, skip)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
            lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5]),

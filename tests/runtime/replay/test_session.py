@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.model.parts import cut
+from runtime.model.state.parts import cut
 from runtime.protocol.rendezvous import host_store
 from runtime.replay import session
 from runtime.replay.membership import Membership

@@ -12,9 +12,9 @@ from torch import nn
 
 from runtime.config import parse_run_config
 from runtime.launch import Resilience, run
-from runtime.model.gpt import GPT
-from runtime.model.gpt_parallel import ParallelGPT
-from runtime.model.worker_group import worker_group
+from runtime.model.layers.gpt import GPT
+from runtime.model.layers.gpt_parallel import ParallelGPT
+from runtime.model.layers.worker_group import worker_group
 from runtime.protocol.failure_injection import Injection
 from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker

@@ -1,7 +1,7 @@
 import torch
 
 from runtime.config import parse_run_config
-from runtime.model.digest import parameter_digest
+from runtime.model.state.digest import parameter_digest
 from runtime.tools import reference
 from runtime.tools.reference import reference_run
 

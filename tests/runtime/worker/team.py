@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from runtime.config import TrainingConfig
-from runtime.model.followed_part import SteppedPart
-from runtime.model.holding import Holding, build_holding
-from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.layers.layered_model import model_for, parameter_dtype
+from runtime.model.state.followed_part import SteppedPart
+from runtime.model.state.holding import Holding, build_holding
 from runtime.protocol.to_worker import LayerMove
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.state.optimizer import UndoableOptimizer
 from runtime.replay.transfers import CommunicationError
 from runtime.worker.layer_messages import LayerGradients, LayerRequest, LayerState
 from tests.runtime.speaking import be_asked

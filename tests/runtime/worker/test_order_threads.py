@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import distributed
 
-from runtime.model.worker_group import Connection, WorkerGroup
+from runtime.model.layers.worker_group import Connection, WorkerGroup
 from runtime.protocol.to_worker import Train
 from runtime.worker import order_threads
 from runtime.worker.order_threads import OrderThreads

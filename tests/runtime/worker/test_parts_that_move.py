@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from runtime.model.part_state import elements_of, trained
-from runtime.model.parts import cut
+from runtime.model.state.part_state import elements_of, trained
+from runtime.model.state.parts import cut
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.transfers import CommunicationError
@@ -33,7 +33,7 @@ class Keeper:
     """A worker that keeps two parts of a layer in three: its own, and another one's. Steps of others do not come."""
 
     def __init__(self, training) -> None:
-        self.store = LayerStore(lambda layers: build(training, layers), lambda *_: {})
+        self.store = LayerStore(lambda layers, filled: build(training, layers), lambda *_: {})
         self.optimizer, self.sender = self.store.holding.optimizer, LayerSender("127.0.0.1", SECRET)
         layers = (LAYER, LAYER + 1)
         elements = elements_of(self.store.module(LAYER)).cut
@@ -106,7 +106,7 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     training = tiny(shard_optimizer=True).training
     keeper.run(0)
     keeper.go_back(0, 1)
-    (own, ward), store = keeper.parts, LayerStore(lambda layers: build(training, layers), lambda *_: {})
+    (own, ward), store = keeper.parts, LayerStore(lambda layers, filled: build(training, layers), lambda *_: {})
     store.receive([[keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)]])
     assert store.kept().parts == ((LAYER, *own),)
     half = PartName(LAYER, own[0] + 1, own[1] - 1, True)

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from runtime.model.worker_group import WorkerGroup
+from runtime.model.layers.worker_group import WorkerGroup
 from runtime.protocol.failure_injection import Slowdown
 from runtime.worker.slowed_recorder import recorder_for
 from schedules.schedule import Op, OpKind, Worker

@@ -27,7 +27,7 @@ def sets_of(workers, size):
 @given(st.data(), jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
 def test_relabelled_schedules_keep_every_rule(data, job, backward, optimizer):
     schedule = plan_job(job, data.draw(failures(job)), backward=backward, optimizer=optimizer, method="greedy",
-                        time_limit=0.01).schedule
+                        steps=4_000).schedule
     failed = data.draw(sets_of(list(schedule.grid.workers()), len(schedule.failed)))
     found = relabel(schedule, failed)
     if found is None:

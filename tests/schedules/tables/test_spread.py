@@ -41,7 +41,7 @@ def in_turns(schedule, machines):
 @settings(max_examples=100)
 @given(st.data(), jobs(max_pipelines=4), st.integers(1, 4))
 def test_it_costs_nothing_and_is_never_worse(data, job, machines):
-    schedule = plan_job(job, data.draw(failures(job)), method="greedy", time_limit=0.01).schedule
+    schedule = plan_job(job, data.draw(failures(job)), method="greedy", steps=4_000).schedule
     failed = data.draw(st.sets(st.sampled_from(list(schedule.grid.workers())), min_size=len(schedule.failed),
                                max_size=len(schedule.failed)))
     nodes = in_turns(schedule, machines)
@@ -70,7 +70,7 @@ def test_holders_of_a_stage_share_no_machine_where_they_need_not(lost):
     """Each machine has a pipeline. Three workers of a stage are lost; the first that could take over are of one."""
     nodes = [[Worker(pipeline, stage) for stage in range(4)] for pipeline in range(4)]
     failed = [Worker(pipeline, lost) for pipeline in range(3)]
-    schedule = normal_form(grid(4, 4, 4), 3, PlanOptions(method="greedy", time_limit=1.0)).schedule
+    schedule = normal_form(grid(4, 4, 4), 3, PlanOptions(method="greedy", steps=400_000)).schedule
     usual, apart = relabel(schedule, failed), relabel(schedule, failed, nodes=nodes)
     assert usual is not None and apart is not None
     assert together(usual, nodes) > together(apart, nodes) == least(schedule, failed, nodes) == 0

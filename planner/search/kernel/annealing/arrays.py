@@ -199,11 +199,14 @@ class Chain(NamedTuple):
     """[LARGEST_RUN] room for the ops of a run"""
     places: Ints
     """[kind] where a unit's ops are put, or were"""
+    statistics: Ints
+    """[operator, TRIED | ACCEPTED | BETTER] how often"""
     random: NDArray[np.uint64]
     """[1] state of the random numbers"""
 
 
 PERIOD, COST = range(2)
+TRIED, ACCEPTED, BETTER = range(3)
 
 
 class Cycle(NamedTuple):
@@ -220,6 +223,10 @@ class Cycle(NamedTuple):
     """A period with which the cycle ends; only windows longer than that count."""
     scale: float
     """Mean ticks of an op."""
+    trade: float
+    """Share of the steps that trade units, where units may change workers,"""
+    move: float
+    """and that move one; all others exchange runs."""
     shifts: int
     """One in so many steps shifts a deadline; 0: none."""
     low: int
@@ -243,4 +250,4 @@ class Move(NamedTuple):
     end: int
 
 
-NONE, EXCHANGE, TRADE, MOVE = range(4)
+NONE, EXCHANGE, TRADE, MOVE, SHIFT = range(5)

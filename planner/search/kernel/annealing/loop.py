@@ -2,7 +2,19 @@
 
 import math
 
-from planner.search.kernel.annealing.arrays import CHANGED, COST, NONE, PERIOD, TOUCHED, Chain, Cycle
+from planner.search.kernel.annealing.arrays import (
+    ACCEPTED,
+    BETTER,
+    CHANGED,
+    COST,
+    NONE,
+    PERIOD,
+    SHIFT,
+    TOUCHED,
+    TRIED,
+    Chain,
+    Cycle,
+)
 from planner.search.kernel.annealing.cost import cost, cost_after
 from planner.search.kernel.annealing.heads import OPS_PER_STEP, renew
 from planner.search.kernel.annealing.moves import (
@@ -33,13 +45,13 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
     A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
     first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
     """
-    instance, state, timing, sorting, heads, queue, log, path, record, random, run, places = \
+    instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
         chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
-        chain.record, chain.random, chain.run, chain.places
+        chain.record, chain.random, chain.run, chain.places, chain.statistics
     time(instance, state, sorting, timing, cycle.goal)
     now = cost(instance, timing, cycle)
     between_heads = 1 + state.duration.shape[0] // OPS_PER_STEP
-    dice_sides = 24 if instance.movable.shape[0] else 0
+    movable = instance.movable.shape[0] > 0
     for step in range(begin, end):
         if record[PERIOD] <= cycle.goal:
             return step
@@ -49,23 +61,26 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
             path.size[0] = -1
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
         allowance = -temperature * math.log(1.0 - uniform(random))
-        dice = below(random, dice_sides) if dice_sides else 24
+        draw = uniform(random) if movable else 1.0
         if cycle.shifts and below(random, cycle.shifts) == 0:
-            now = shift(chain, cycle, now, allowance)
+            before, now = now, shift(chain, cycle, now, allowance)
+            statistics[SHIFT, TRIED] += 1
+            statistics[SHIFT, ACCEPTED] += now != before
             if _is_better(timing, record, now, cycle.scale):
-                _keep(chain, cycle, now)
+                statistics[SHIFT, BETTER] += _keep(chain, cycle, now)
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
             path.size[0] = -1
             continue
         log.counters[CHANGED] = log.counters[TOUCHED] = 0
-        if dice < 2:
+        if draw < cycle.trade:
             move = propose_trade(random, instance, state, timing.late, cycle)
-        elif dice < 3:
+        elif draw < cycle.trade + cycle.move:
             move = propose_move(random, instance, state, timing.late, cycle, places)
         else:
             move = propose_exchange(random, instance, state, timing, cycle, run, path)
         if move.kind == NONE:
             continue
+        statistics[move.kind, TRIED] += 1
         limits = (heads, allowance + MARGIN * cycle.scale)
         after, accepted = now, False
         if fits(instance, state, move):
@@ -81,8 +96,9 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
             continue
         now = after
         path.size[0] = -1
+        statistics[move.kind, ACCEPTED] += 1
         if _is_better(timing, record, now, cycle.scale):
-            _keep(chain, cycle, now)
+            statistics[move.kind, BETTER] += _keep(chain, cycle, now)
     if end == cycle.steps and record[PERIOD] > cycle.goal and (
             timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
         _keep(chain, cycle, now)
@@ -105,8 +121,8 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _keep(chain, cycle, now):
-    """Note the best state so far, timed from scratch to be sure."""
-    state, best = chain.state, chain.best
+    """Note the best state so far, timed from scratch to be sure. 1 where its period is shorter than before, else 0."""
+    state, best, before = chain.state, chain.best, chain.record[PERIOD]
     period = time(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:
         chain.record[PERIOD], chain.record[COST] = period, int(now * 1000)
@@ -119,3 +135,4 @@ def _keep(chain, cycle, now):
         best.end[:] = state.end
         best.begin[:] = state.begin
         best.turn[:] = state.turn
+    return int(chain.record[PERIOD] < before)

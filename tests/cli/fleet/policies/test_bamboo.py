@@ -1,21 +1,24 @@
-"""Bamboo, against small cases worked out by hand."""
+"""Bamboo, against small cases worked out by hand, and against its published points."""
 
 import pytest
 
+from cli.fleet.costs import costs_for
+from cli.fleet.figures import published
 from cli.fleet.policies import POLICIES
+from cli.fleet.policy import Scenario
 from cli.fleet.simulation import simulate
+from cli.fleet.throughput import Throughputs
 from tests.cli.fleet.small import COSTS, lose, run, scenario, spans, trace
 
 
-def test_bamboo_runs_at_two_thirds_while_a_worker_carries_two_stages():
-    """40 workers: one that carries is 2.5 %, so pipelines stay; three are 7.5 %, and new ones are formed."""
-    shape = {"pipelines": 10, "stages": 4}
-    policy = POLICIES["bamboo"](scenario(**shape))
+def test_bamboo_goes_on_with_dead_workers_covered():
+    """40 workers: one covered is 2.5 %, so pipelines stay; three are 7.5 %, and new ones are formed."""
+    policy = POLICIES["bamboo"](scenario(pipelines=10, stages=4))
     result = simulate(policy, trace(lose(100.0, 5), lose(200.0, 30), lose(300.0, 17), workers=40))
     whole = policy.fault_free_rate
-    assert result.rate[result.cause == 0][:3] == pytest.approx([whole, whole / 1.5, whole / 1.5])
-    assert ("SWITCH", 20.0) in spans(result)
-    assert result.rate[-1] == pytest.approx(COSTS.bamboo_fault_free_share * policy.throughputs.one_f_one_b(9))
+    assert result.rate[result.cause == 0] == pytest.approx([whole, whole * 39 / 40, whole * 38 / 40, whole * 37 / 40])
+    assert [span for span in spans(result) if span[0] == "SWITCH"] == [
+        ("SWITCH", 2.0), ("SWITCH", 2.0), ("SWITCH", 20.0)]
 
 
 def test_bamboo_neighbours_that_die_together_cost_a_rendezvous_more():
@@ -23,8 +26,23 @@ def test_bamboo_neighbours_that_die_together_cost_a_rendezvous_more():
     assert ("SWITCH", 50.0) in spans(result)
 
 
-def test_bamboo_fills_up_from_spares():
+def test_bamboo_covers_every_second_stage_at_most():
     policy = POLICIES["bamboo"](scenario(pipelines=2, stages=2))
-    result = simulate(policy, trace(lose(100.0, 0), lose(400.0, 2), workers=4))
-    # Three left: one pipeline and a spare. The spare takes the place of the next that dies.
-    assert result.rate[-1] == pytest.approx(COSTS.bamboo_fault_free_share * policy.throughputs.one_f_one_b(1))
+    result = simulate(policy, trace(lose(100.0, 0), lose(400.0, 2), lose(700.0, 1, 3), workers=4))
+    assert result.rate[result.cause == 0][-1] == pytest.approx(policy.fault_free_rate / 2)
+    assert result.rate[-1] == 0.0 and COSTS.bamboo_seconds == 20.0
+
+
+def test_bamboo_is_as_published():
+    """The points of 350M, and the average over the trace, within 5 %."""
+    throughputs = Throughputs(published.published_job("350M", published.NOMINAL))
+    costs = costs_for(published.PARAMETERS["350M"], published.STAGES)
+    policy = POLICIES["bamboo"](Scenario(throughputs, costs, 3600.0))
+    off = [abs(policy.steady_rate(failures) / there - 1) for failures, there in enumerate(published.BAMBOO_350M_MAX)]
+    assert sum(off) / len(off) < 0.05 and max(off[:8]) < 0.03
+    means = []
+    for seed in range(5):
+        made = published.published_trace(seed)
+        kind = POLICIES["bamboo"](Scenario(throughputs, costs, made.seconds_between_failures))
+        means.append(simulate(kind, made).throughput)
+    assert sum(means) / 5 == pytest.approx(published.AVERAGES["350M"]["bamboo"], rel=0.05)

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 
 from cli.fleet.availability_trace import Change
+from cli.fleet.failure_models import SlowKind
 from cli.fleet.policies import POLICIES
 from cli.fleet.settled import Slow
 from cli.fleet.simulation import compare, simulate
-from cli.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
-from tests.cli.fleet.small import COSTS, WHOLE, InPlace, gain, lose, run, scenario, slow, spans, trace
+from cli.fleet.synthetic_trace import draw_slow, draw_trace
+from tests.cli.fleet.small import COSTS, WHOLE, InPlace, failing, gain, lose, run, scenario, slow, spans, trace
 
 
 def test_who_does_not_balance_waits_for_the_slowest():
@@ -42,8 +43,8 @@ def test_slipstream_leaves_out_who_is_too_slow():
 
 def test_slipstream_is_ahead_of_who_waits_where_workers_are_slow():
     one = scenario(pipelines=4, stages=3)
-    whole = draw_trace(FailureRates(machine_mtbf_hours=30, repair_hours=1), 12, 2, 5)
-    made = draw_slow_workers(whole, published_fail_slow(12), 3)
+    whole = draw_trace(failing(30, repair_hours=1), 12, 2, 5)
+    made = draw_slow(whole, [SlowKind(cause="slow", share=0.5, hours=0.4, factor=1.57)], 3)
     result = compare([POLICIES[name] for name in ("slipstream", "recycle", "work-conserving")], one.throughputs, COSTS,
                      made)
     ours, recycle, limit = (run.throughput for run in result.runs.values())

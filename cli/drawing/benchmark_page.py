@@ -1,0 +1,136 @@
+"""The page of the benchmark: for each case who trains most, where the time goes, and which parameter matters."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from cli.drawing.report_page import document, grid, swatch
+from cli.drawing.simulation_report import CAUSE_COLOURS
+from cli.drawing.svg_chart import bars, tornado
+from cli.fleet import (
+    DOLLARS_PER_GPU_HOUR,
+    VERSION,
+    CaseResult,
+    Cause,
+    Fidelity,
+    Measures,
+    PolicyResult,
+    Returned,
+    Spread,
+    causes,
+)
+
+FIRST, SECOND = "#2f81f7", "#d29922"
+"""Of the two values of a parameter."""
+OURS = ("slipstream", "slipstream-fixed")
+READING = ("Goodput: samples over those of the best policy with all workers alive all the time. ETTR: share of the "
+              "time in which something is trained for the first time. Dollars: at {price:g} for an hour of each GPU of "
+           "the cluster, idle, spare and dead ones too (assumed). Means over {seeds} seeds; &plusmn;: one standard "
+           "deviation.")
+
+
+def benchmark_page(results: Sequence[CaseResult], fidelity: Sequence[Fidelity], back: Sequence[Returned],
+                   seeds: int) -> bytes:
+    """The whole page."""
+    parts = [f"<h1>Slipstream benchmark, set {escape(VERSION)}</h1>", f'<p class="lead">{escape(summary(results))}</p>',
+             f'<p class="dim">{READING.format(price=DOLLARS_PER_GPU_HOUR, seeds=seeds)}</p>']
+    for result in results:
+        parts += _case(result)
+    if back:
+        parts += ["<h2>What comes back</h2>", _returned(back)]
+    parts += ["<h2>How far models are from what they model</h2>", _fidelity(fidelity),
+              "<h2>What is taken from where</h2>", _sources(results)]
+    return document(f"Slipstream benchmark, set {VERSION}", "\n".join(parts))
+
+
+def summary(results: Sequence[CaseResult]) -> str:
+    """One sentence: who is first in each case, and how far ahead of the first one that is not of the same project."""
+    texts = []
+    for result in results:
+        ranked = sorted((one for one in result.policies if not one.is_reference), reverse=True,
+                        key=lambda one: one.spread(_goodput).mean)
+        others = [one for one in ranked[1:] if not (one.name in OURS and ranked[0].name in OURS)]
+        if others:
+            ahead = ranked[0].spread(_goodput).mean / (others[0].spread(_goodput).mean or math.nan)
+            texts.append(f"{result.case.name}: {ranked[0].name}, {ahead:.2f} times {others[0].name}")
+    return "Most trained, by case. " + "; ".join(texts) + "." if texts else "One policy only."
+
+
+def _goodput(measures: Measures) -> float:
+    return measures.goodput
+
+
+def shown(spread: Spread, form: str = ".1%") -> str:
+    """Mean and standard deviation; a dash where it is not known."""
+    digits = form if form.endswith("%") else ".1g"
+    return "-" if math.isnan(spread.mean) else f"{spread.mean:{form}} ± {spread.deviation:{digits}}"
+
+
+def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
+    """A row for each policy, best first, reference lines last."""
+    ranked = sorted(result.policies, key=lambda one: (one.is_reference, -one.spread(_goodput).mean))
+    return [(one.is_reference, (
+        one.name, "-" if one.is_reference else shown(one.spread(_goodput)),
+        shown(one.spread(lambda measures: measures.ettr)),
+        shown(one.spread(lambda measures: measures.samples_per_second), ".4g"),
+        f"{one.spread(lambda measures: measures.tokens).mean / 1e9:.4g}",
+        shown(one.spread(lambda measures: measures.dollars_per_million_tokens), ".3g"),
+        f"{one.spread(lambda measures: measures.seconds_to_recover).mean:.3g}")) for one in ranked]
+
+
+HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")
+
+
+def _case(result: CaseResult) -> list[str]:
+    case = result.case
+    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {result.hours:,.0f} h, {result.failures:,.0f} failures "
+            f"on average; plans with layers that move searched for {case.settle_seconds:g} s each")
+    parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
+             grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>", _lost(result)]
+    if result.sensitivity:
+        usual = next(one for one in result.policies if one.name == "slipstream").seeds[0].goodput
+        parts += ["<h3>Which parameter matters, for slipstream</h3>",
+                  f'<div class="legend"><label>{swatch(FIRST)}first value</label><label>{swatch(SECOND)}second value'
+                  "</label></div>",
+                  tornado([(row.parameter, row.low, row.high) for row in result.sensitivity], usual=usual,
+                          colours=(FIRST, SECOND), x="goodput, seed 0")]
+    return parts
+
+
+def _lost(result: CaseResult) -> str:
+    systems = sorted((one for one in result.policies if not one.is_reference), reverse=True,
+                     key=lambda one: one.spread(_goodput).mean)
+    used = causes(systems)
+    rows = {one.name: {cause.value: mean_lost(one, cause) for cause in used} for one in systems}
+    legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in used)
+    chart = bars(rows, {cause.value: CAUSE_COLOURS[cause] for cause in used}, total=result.hours,
+                 x=f"hours lost, of {result.hours:,.4g}", unit="h")
+    return f'<div class="legend">{legend}</div>{chart}'
+
+
+def mean_lost(one: PolicyResult, cause: Cause) -> float:
+    """Hours, mean over seeds."""
+    return max(0.0, one.spread(lambda measures: measures.hours_lost[cause.value]).mean)
+
+
+def _returned(back: Sequence[Returned]) -> str:
+    rows = [(False, (one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept))) for one in back]
+    return grid(("case", "policy", "missing to 100 % ETTR", "ETTR that slipstream brings back",
+                 "of own fault-free throughput, likewise"),
+                rows)
+
+
+def _fidelity(fidelity: Sequence[Fidelity]) -> str:
+    return grid(("policy", "figure", "published", "simulated", "off"), [(False, (
+        one.policy, one.what, f"{one.published:.4g} {one.unit}", f"{one.simulated:.4g} {one.unit}", f"{one.off:+.1%}"))
+        for one in fidelity])
+
+
+def _sources(results: Sequence[CaseResult]) -> str:
+    policies = {one.name: one for result in results for one in result.policies}
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(one.title)}. From: {escape(one.source)}.</dd>"
+                    for name, one in policies.items())
+    notes = "".join(f"<li>{escape(result.case.name)}: {escape(note)}</li>" for result in results
+                    for note in result.notes)
+    return f"<dl>{items}</dl><ul>{notes}</ul>"
+

@@ -1,0 +1,393 @@
+"""The benchmark: a versioned set of cases, on each of which all policies are simulated with the same seeds.
+
+A case is a job, what fails and slows down, and for how long. All policies get the same: the job's throughputs by
+schedule, the costs, and the mean time between failures. None is told the trace. Seeds are simulated side by side in
+processes, which begin with the plans that the first seed needed.
+"""
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from cli.fleet.availability_trace import AvailabilityTrace, group_gpus
+from cli.fleet.costs import Costs, costs_for
+from cli.fleet.entry import Table, table_policy
+from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
+from cli.fleet.figures import published
+from cli.fleet.policies import POLICIES
+from cli.fleet.policy import Cause, Policy, Scenario
+from cli.fleet.simulation import simulate
+from cli.fleet.synthetic_trace import draw_slow, draw_trace
+from cli.fleet.throughput import Throughputs
+from planner.job.file import Job, StageTimes, read_job
+from planner.job.presets import preset
+
+VERSION = "1"
+"""Of the set. Figures of different versions are not comparable."""
+DOLLARS_PER_GPU_HOUR = 2.0
+"""Assumed, for the cost of tokens; all machines are paid for, idle and dead ones too."""
+LARGE_STAGES, LARGE_MICROBATCHES = 16, 32
+FLOPS = 0.4 * 989e12
+"""Of a GPU: an H100 at 40 % of its peak in bfloat16 without sparsity; Llama 3 reports 38 to 43 % (table 4)."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of the set."""
+
+    name: str
+    title: str
+    job: str
+    """A preset, `published`, or `uniform-N`: N pipelines of 16 equal stages, 32 micro-batches, 8 layers a stage,
+    F = I = W = 2 parameters x tokens / (stages x GPUs of a worker x FLOPS), memory unlimited."""
+    parameters: float
+    tokens: int
+    """Of a sample."""
+    days: float = 0.0
+    gpus_per_worker: int = 1
+    failures: str = ""
+    """A failure model; empty: the availability trace of ReCycle's paper."""
+    slow: str = ""
+    """A model of what slows down; empty: nothing."""
+    settle_seconds: float = 0.25
+    """Processor time for a plan with layers that move: the budget of this planner."""
+    policies: tuple[str, ...] = ()
+    """Only these; empty: all."""
+
+
+CASES: Mapping[str, Case] = {case.name: case for case in (
+    Case(name="spot-24", title="24 A100, 6.7B, the trace of ReCycle's paper: 6.4 h, 91 % alive", job="published",
+         parameters=6.7e9, tokens=2_048, settle_seconds=1.0),
+    Case(name="llama-3-70b", title="1,024 H100, 70B, 30 days, Meta RSC's failures at this size, Greyhound's slow times",
+         job="llama-3-70b", parameters=70e9, tokens=8_192, days=30, gpus_per_worker=8, failures="meta-rsc",
+         slow="greyhound"),
+    Case(name="byterobust", title="9,600 GPUs, 405B, 90 days, Llama 3's failures by cause", job="uniform-75",
+         parameters=405e9, tokens=8_192, days=90, gpus_per_worker=8, failures="llama-3"),
+    Case(name="ft-hsdp", title="98,304 GPUs, 405B, 30 days, FT-HSDP's failures: one in 18 minutes", job="uniform-768",
+         parameters=405e9, tokens=8_192, days=30, gpus_per_worker=8, failures="ft-hsdp"),
+    Case(name="100k", title="131,072 GPUs, 405B, 90 days, Meta RSC's failures at this size, Greyhound's slow times",
+         job="uniform-1024", parameters=405e9, tokens=8_192, days=90, gpus_per_worker=8, failures="meta-rsc",
+         slow="greyhound"),
+)}
+"""By name, in the order in which they are run."""
+
+
+class Measures(msgspec.Struct, frozen=True, kw_only=True):
+    """What is reported of one policy in one case and seed."""
+
+    samples_per_second: float
+    goodput: float
+    """Over the best policy's throughput with all workers alive."""
+    kept: float
+    """Over the throughput of this policy with all of its workers alive."""
+    ettr: float
+    tokens: float
+    """In the whole time."""
+    dollars_per_million_tokens: float | None
+    hours_lost: dict[str, float]
+    """By cause."""
+    switches: int
+    seconds_to_recover: float
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean and standard deviation over seeds."""
+
+    mean: float
+    deviation: float
+
+
+class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy in one case: seeds in order."""
+
+    name: str
+    title: str
+    source: str
+    is_reference: bool
+    seeds: tuple[Measures, ...]
+
+    def spread(self, of: Callable[[Measures], float | None]) -> Spread:
+        """Of a measure over seeds; NaN where one has none."""
+        values = [math.nan if (value := of(one)) is None else value for one in self.seeds]
+        return Spread(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
+
+
+class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What one parameter does to a policy's goodput, all others as they are."""
+
+    parameter: str
+    low: float
+    """Goodput at the first of the two values."""
+    high: float
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One case."""
+
+    case: Case
+    workers: int
+    gpus: int
+    hours: float
+    failures: float
+    """Instants at which a worker is lost, wholly or in part; mean over seeds."""
+    policies: tuple[PolicyResult, ...]
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """Of `slipstream`, seed 0, widest first."""
+    notes: tuple[str, ...] = ()
+
+
+def job_of(case: Case) -> Job:
+    """The job of a case."""
+    if case.job == "published":
+        return published.published_job("6.7B", published.NOMINAL)
+    if case.job.startswith("uniform-"):
+        seconds = 2 * case.parameters * case.tokens / (LARGE_STAGES * case.gpus_per_worker * FLOPS)
+        one = (float(f"{seconds:.3g}"),) * LARGE_STAGES
+        pipelines = int(case.job.removeprefix("uniform-"))
+        times = StageTimes(forward=one, backward_input=one, backward_weight=one, optimizer=one,
+                           all_reduce=(0.0,) * LARGE_STAGES, transfer=0.0)
+        return Job(name=case.job, pipelines=pipelines, stages=LARGE_STAGES, time=times,
+                   microbatches=(LARGE_MICROBATCHES,) * pipelines, columns=tuple(range(LARGE_STAGES)),
+                   layers=(8,) * LARGE_STAGES)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{case.job}.toml"
+        path.write_text(preset(case.job))
+        return read_job(path)
+
+
+def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = None) -> AvailabilityTrace:
+    """What happens in a case. `model`: in place of the case's own failures."""
+    if not case.failures:
+        return published.published_trace(seed)
+    drawn = draw_trace(model or FAILURE_MODELS[case.failures], workers * case.gpus_per_worker, case.days, seed)
+    drawn = group_gpus(drawn, case.gpus_per_worker)
+    return draw_slow(drawn, SLOW_MODELS[case.slow], seed) if case.slow else drawn
+
+
+# --- Running ----------------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[str] = (),
+             entries: Iterable[Table | type[Policy]] = (), sensitivity: bool = True,
+             progress: Callable[[str], None] = lambda _: None) -> CaseResult:
+    """Simulate a case. `names`: only these policies of ours, where the case has them; `entries`: those of others.
+
+    Raises EntryError for an entry that does not fit the case.
+    """
+    job = job_of(case)
+    kinds = [kind for name, kind in POLICIES.items()
+             if (not names or name in names) and (not case.policies or name in case.policies)]
+    for entry in entries:
+        kind = table_policy(entry, case.name, job.stages) if isinstance(entry, Table) else entry
+        kinds += [kind] if kind is not None else []
+    throughputs = Throughputs(job, settle_seconds=case.settle_seconds, announce=progress)
+    costs = costs_for(case.parameters, job.stages)
+    best = _best_rate(throughputs, costs)
+
+    def seed(number: int) -> list[Measures]:
+        return _measured(case, kinds, throughputs, costs, trace_of(case, throughputs.workers, number), best)
+
+    progress("seed 0")
+    found = [seed(0), *_side_by_side(seed, range(1, seeds), processes)]
+    results = tuple(PolicyResult(name=kind.name, title=kind.title, source=kind.source, is_reference=kind.is_reference,
+                                 seeds=tuple(one[index] for one in found)) for index, kind in enumerate(kinds))
+    rows: tuple[Sensitivity, ...] = ()
+    if sensitivity and case.failures and any(kind.name == "slipstream" for kind in kinds):
+        progress("sensitivity")
+        rows = sensitivities(case, throughputs, costs, best)
+    traces = [trace_of(case, throughputs.workers, number) for number in range(seeds)]
+    return CaseResult(
+        case=case, workers=throughputs.workers, gpus=throughputs.workers * case.gpus_per_worker,
+        hours=traces[0].length_seconds / 3600, policies=results, sensitivity=rows, notes=traces[0].notes,
+        failures=statistics.fmean(one.length_seconds / one.seconds_between_failures for one in traces))
+
+
+def _best_rate(throughputs: Throughputs, costs: Costs) -> float:
+    """Samples per second of the fastest policy of ours with all workers alive, whichever policies are run."""
+    scenario = Scenario(throughputs, costs, math.inf)
+    return max(kind(scenario).fault_free_rate for kind in POLICIES.values() if not kind.is_reference)
+
+
+def _measured(case: Case, kinds: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
+              trace: AvailabilityTrace, best: float) -> list[Measures]:
+    scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+    found = []
+    gpu_hours = trace.places * trace.gpus_per_worker * trace.length_seconds / 3600
+    for kind in kinds:
+        run = simulate(kind(scenario), trace)
+        tokens = run.throughput * trace.length_seconds * case.tokens
+        found.append(Measures(
+            samples_per_second=run.throughput, goodput=run.throughput / best, ettr=run.ettr, tokens=tokens,
+            kept=run.throughput / run.fault_free_rate if run.fault_free_rate else 0.0,
+            dollars_per_million_tokens=DOLLARS_PER_GPU_HOUR * gpu_hours / (tokens / 1e6) if tokens else None,
+            hours_lost={cause.value: seconds / 3600 for cause, seconds in run.lost(best).items()},
+            switches=run.switches, seconds_to_recover=run.seconds_to_recover))
+    return found
+
+
+_SEED: Callable[[int], list[Measures]] | None = None
+"""What a forked process does; set before it is forked, as it holds plans that need not be sent."""
+
+
+def _run_seed(number: int) -> list[Measures]:
+    assert _SEED is not None
+    return _SEED(number)
+
+
+def _side_by_side(seed: Callable[[int], list[Measures]], numbers: Sequence[int], processes: int) -> \
+        list[list[Measures]]:
+    """The seeds in processes that are forked, where the system can; the same results one after the other elsewhere."""
+    global _SEED
+    if processes < 2 or len(numbers) < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        return [seed(number) for number in numbers]
+    _SEED = seed
+    try:
+        with multiprocessing.get_context("fork").Pool(min(processes, len(numbers))) as pool:
+            return pool.map(_run_seed, numbers, chunksize=1)
+    finally:
+        _SEED = None
+
+
+# --- Sensitivity ------------------------------------------------------------------------------------------------------
+
+HALF_AND_TWICE = (0.5, 2.0)
+
+
+def sensitivities(case: Case, throughputs: Throughputs, costs: Costs, best: float) -> tuple[Sensitivity, ...]:
+    """What halving and doubling each parameter does to the goodput of `slipstream`, seed 0; the widest first."""
+    usual, kind = FAILURE_MODELS[case.failures], POLICIES["slipstream"]
+
+    def goodput(model: FailureModel, changed: Costs, one: Case) -> float:
+        trace = trace_of(one, throughputs.workers, 0, model)
+        return simulate(kind(Scenario(throughputs, changed, trace.seconds_between_failures)), trace).throughput / best
+
+    def scaled(field: str, factor: float) -> FailureModel:
+        kinds = tuple(msgspec.structs.replace(one, **{field: getattr(one, field) * factor}) for one in usual.kinds)
+        curve = tuple((gpus, hours * factor) for gpus, hours in usual.mttf_hours)
+        return msgspec.structs.replace(usual, kinds=kinds, mttf_hours=curve if field == "mtbf_hours" else
+                                       usual.mttf_hours)
+
+    rows = []
+    for field, text in (("mtbf_hours", "time between failures"), ("repair_hours", "time of a repair"),
+                        ("restart_hours", "time of a machine's restart")):
+        low, high = (goodput(scaled(field, factor), costs, case) for factor in HALF_AND_TWICE)
+        rows.append(Sensitivity(parameter=f"{text}: half, twice", low=low, high=high))
+    for field, text in (("load_seconds", "loading a stage"), ("restart_seconds", "restart of the job")):
+        low, high = (goodput(usual, msgspec.structs.replace(costs, **{field: getattr(costs, field) * factor}), case)
+                     for factor in HALF_AND_TWICE)
+        rows.append(Sensitivity(parameter=f"{text}: half, twice", low=low, high=high))
+    for field, values, text in (("switch_seconds", (1.0, 30.0), "switch: 1 s, 30 s"),
+                                ("switch_seconds", (1.0, 180.0), "switch: 1 s, 180 s as FT-HSDP's stall"),
+                                ("plan_seconds", (0.0, 60.0), "planning: from a table, 60 s")):
+        low, high = (goodput(usual, msgspec.structs.replace(costs, **{field: value}), case) for value in values)
+        rows.append(Sensitivity(parameter=text, low=low, high=high))
+    if case.slow:
+        none, some = goodput(usual, costs, msgspec.structs.replace(case, slow="")), goodput(usual, costs, case)
+        rows.append(Sensitivity(parameter=f"slow workers and links: none, {case.slow}", low=none, high=some))
+    return tuple(sorted(rows, key=lambda row: -abs(row.high - row.low)))
+
+
+# --- How close models are to what they model --------------------------------------------------------------------------
+
+
+class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure that a system's authors, or ReCycle's, published, and the same simulated."""
+
+    policy: str
+    what: str
+    published: float
+    simulated: float
+    unit: str
+
+    @property
+    def off(self) -> float:
+        """Simulated over published, less 1."""
+        return self.simulated / self.published - 1
+
+
+FIDELITY_SEEDS = 5
+STEADY = {"recycle": ("6.7B", published.RECYCLE_6_7B), "oobleck": ("6.7B", published.OOBLECK_6_7B_MAX),
+          "bamboo": ("350M", published.BAMBOO_350M_MAX)}
+
+
+def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
+    """Of ReCycle, Oobleck and Bamboo: mean throughput over 0 to 9 failures, and over the published trace.
+
+    Of FT-HSDP and ByteRobust the effective training time in their cases, where `results` have them.
+    """
+    found = []
+    for model in ("6.7B", "350M"):
+        throughputs = Throughputs(published.published_job(model, published.NOMINAL))
+        costs = costs_for(published.PARAMETERS[model], published.STAGES)
+        for name in ("recycle", "oobleck", "bamboo"):
+            scenario = Scenario(throughputs, costs, 3600.0)
+            if STEADY[name][0] == model:
+                points = STEADY[name][1]
+                rates = [POLICIES[name](scenario).steady_rate(failures) for failures in range(len(points))]
+                found.append(Fidelity(policy=name, what=f"{model}, mean over 0 to 9 failures", unit="samples/s",
+                                      published=statistics.fmean(points), simulated=statistics.fmean(rates)))
+            if name in published.AVERAGES[model]:
+                found.append(Fidelity(policy=name, what=f"{model}, over the published trace", unit="samples/s",
+                                      published=published.AVERAGES[model][name],
+                                      simulated=_over_published_trace(name, throughputs, costs)))
+    return found + [
+        Fidelity(policy=name, what=f"effective training time, case {case}", published=share, unit="",
+                 simulated=one.spread(lambda measures: measures.ettr).mean)
+        for case, name, share in (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart", 0.44),
+                                  ("byterobust", "byterobust", 0.97))
+        for result in results if result.case.name == case for one in result.policies if one.name == name]
+
+
+def _over_published_trace(name: str, throughputs: Throughputs, costs: Costs) -> float:
+    means = []
+    for seed in range(FIDELITY_SEEDS):
+        trace = published.published_trace(seed)
+        policy = POLICIES[name](Scenario(throughputs, costs, trace.seconds_between_failures))
+        means.append(simulate(policy, trace).throughput)
+    return statistics.fmean(means)
+
+
+RETURNED = (("ft-hsdp", "ft-hsdp"), ("byterobust", "byterobust"))
+"""Pairs (case, policy): what of that policy's loss work that goes to whoever has time brings back."""
+
+
+class Returned(msgspec.Struct, frozen=True, kw_only=True):
+    """What this planner brings back of what another loses, in shares of the time, by seed."""
+
+    case: str
+    policy: str
+    missing: Spread
+    """1 - effective training time of the other."""
+    back: Spread
+    """Effective training time of this planner less that of the other."""
+    kept: Spread
+    """The same of the share of its own fault-free throughput that each keeps, which counts missing workers, too."""
+
+
+def returned(results: Iterable[CaseResult]) -> list[Returned]:
+    """For the cases that are there."""
+    by_case = {result.case.name: {one.name: one.seeds for one in result.policies} for result in results}
+    found = []
+    for case, policy in RETURNED:
+        seeds = by_case.get(case, {})
+        if policy in seeds and "slipstream" in seeds:
+            pairs = list(zip(seeds["slipstream"], seeds[policy], strict=True))
+            found.append(Returned(
+                case=case, policy=policy, missing=_spread([1 - other.ettr for _, other in pairs]),
+                back=_spread([ours.ettr - other.ettr for ours, other in pairs]),
+                kept=_spread([ours.kept - other.kept for ours, other in pairs])))
+    return found
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
+
+
+def causes(results: Iterable[PolicyResult]) -> list[Cause]:
+    """The causes for which any of them loses more than a thousandth of an hour."""
+    return [cause for cause in Cause
+            if any(measures.hours_lost[cause.value] > 1e-3 for one in results for measures in one.seeds)]

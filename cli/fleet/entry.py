@@ -1,0 +1,174 @@
+"""Systems of others in the benchmark: a table of throughputs, or a policy in Python.
+
+A table is a JSON file. For each case of the benchmark it says, by what is down, how many samples a second the system
+trains, and how long it stands still to get there:
+
+    {"format": "slipstream-entry-1", "name": "mine", "title": "...", "source": "...",
+     "cases": {"spot-24": [{"down": 0, "samples_per_second": 11.3, "pause_seconds": 0},
+                           {"down": 1, "samples_per_second": 10.9, "pause_seconds": 20},
+                           {"down": [0, 0, 1, 1], "samples_per_second": 10.0, "pause_seconds": 30}]}}
+
+`down` is a number of workers, or one number for each stage; the latter counts where it fits exactly. For a number that
+has no row, that of the next larger one counts, for live workers may idle; beyond the largest nothing is trained.
+
+A policy in Python is a class that inherits `Entry` and is found by its entry point, group `slipstream.policies`. It is
+told what is down, and nothing that the table form or our own policies are not told.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.loads import DownByStage
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+from schedules.files import read_at_most
+
+GROUP = "slipstream.policies"
+MAX_BYTES = 16 * 2**20
+
+
+class EntryError(ValueError):
+    """An entry cannot be used. The message is one line."""
+
+
+class Entry(Policy):
+    """A system that trains at a rate that depends on what is down, and pauses when that changes.
+
+    A failure also costs half an iteration, as for all others. Where nothing can be trained (a rate of 0), it waits, and
+    goes on from a checkpoint. Override `rate`, and `pause` where a change costs time.
+    """
+
+    source = "an entry of others"
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._live: set[int] = set()
+
+    @abstractmethod
+    def rate(self, down: DownByStage) -> float:
+        """Samples per second with so many workers down in each stage."""
+
+    def pause(self, down: DownByStage) -> float:  # noqa: ARG002
+        """Seconds in which nothing is trained, to get to where so many are down."""
+        return 0.0
+
+    @property
+    def fault_free_rate(self) -> float:
+        """With all workers alive."""
+        return self.rate((0,) * self.scenario.stages)
+
+    def steady_rate(self, failures: int) -> float:
+        """With failures spread over stages; 0 where that leaves a stage without workers."""
+        down = self.throughputs.loads.even_spread(failures)
+        return self.rate(down) if down else 0.0
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Train with those who are there."""
+        self._live = set(live)
+        return self.resume_training(self.rate(self._down()))
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Pause, redo what was lost, train on."""
+        self._live = self._live - set(change.removed) | set(change.added)
+        down = self._down()
+        if self.needs_checkpoint(remaining):
+            return self.restart(self.rate(down), remaining)
+        return self.resume_training(self.rate(down), Phase(Cause.SWITCH, self.pause(down)),
+                                    lost_samples=self.lost_samples(remaining, worker_died=bool(change.removed)))
+
+    def _down(self) -> DownByStage:
+        """Machine m has stage m mod S, as in the grid."""
+        stages = self.scenario.stages
+        live = [0] * stages
+        for machine in self._live:
+            live[machine % stages] += 1
+        return tuple(self.scenario.pipelines - count for count in live)
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of a table."""
+
+    down: int | list[int]
+    samples_per_second: float
+    pause_seconds: float = 0.0
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry as a file."""
+
+    format: Literal["slipstream-entry-1"]
+    name: str
+    title: str
+    source: str
+    cases: dict[str, list[Row]]
+
+
+class _TableEntry(Entry):
+    """A system of which a table is known."""
+
+    rows: ClassVar[Mapping[int | DownByStage, Row]]
+
+    def _row(self, down: DownByStage) -> Row | None:
+        if down in self.rows:
+            return self.rows[down]
+        counts = [key for key in self.rows if isinstance(key, int) and key >= sum(down)]
+        return self.rows[min(counts)] if counts else None
+
+    def rate(self, down: DownByStage) -> float:
+        """As the table says."""
+        row = self._row(down)
+        return row.samples_per_second if row else 0.0
+
+    def pause(self, down: DownByStage) -> float:
+        """As the table says."""
+        row = self._row(down)
+        return row.pause_seconds if row else 0.0
+
+
+def read_entry(path: Path) -> Table:
+    """Read a table. Raises EntryError, whose message names the file and what is wrong."""
+    data = read_at_most(path, MAX_BYTES, EntryError)
+    try:
+        table = msgspec.json.decode(data, type=Table)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise EntryError(f"{path}: {error}; expected the form slipstream-entry-1 (docs/benchmark.md)") from None
+    for case, rows in table.cases.items():
+        for number, row in enumerate(rows):
+            counts = row.down if isinstance(row.down, list) else [row.down]
+            if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0 or not rows:
+                raise EntryError(f"{path}: cases.{case}[{number}]: expected nothing below 0")
+    return table
+
+
+def table_policy(table: Table, case: str, stages: int) -> type[Policy] | None:
+    """The policy that a table describes for a case; None where it has none. Raises EntryError for other stages."""
+    rows = table.cases.get(case)
+    if rows is None:
+        return None
+    found: dict[int | DownByStage, Row] = {}
+    for row in rows:
+        if isinstance(row.down, list) and len(row.down) != stages:
+            raise EntryError(f"{table.name}: cases.{case}: down has {len(row.down)} numbers; expected one for each of "
+                             f"{stages} stages")
+        found[tuple(row.down) if isinstance(row.down, list) else row.down] = row
+    return type("TableEntry", (_TableEntry,), {
+        "name": table.name, "title": table.title, "source": table.source, "rows": found,
+        "assumptions": "as its table says; a failure also costs half an iteration"})
+
+
+def installed_policy(name: str) -> type[Policy] | None:
+    """The policy of an installed package, by the name of its entry point; None where there is none.
+
+    Raises EntryError where it is no policy.
+    """
+    for point in entry_points(group=GROUP, name=name):
+        kind = point.load()
+        if not (isinstance(kind, type) and issubclass(kind, Policy)):
+            raise EntryError(f"{name}: {point.value} is no policy; expected a class that inherits cli.fleet.Entry")
+        return kind
+    return None

@@ -1,0 +1,237 @@
+"""Failure models: how often what fails, and for how long, as published. Each number says where it is from.
+
+A model is a list of kinds of failures. A kind takes a *domain* down at once: one GPU, a server of 8, what hangs on one
+switch, a rack, a power feed. Published are rates and causes; how long a machine is away is seldom. Where a figure is an
+assumption of ours, its source says so.
+
+A model may have a published curve of mean times to failure (MTTF) by size of the job. Then all its rates are scaled so
+that a job of that many GPUs fails as the curve says; between published sizes the logarithms are interpolated, outside
+them the rate of a GPU is that of the nearest size.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import msgspec
+
+SERVER = 8
+"""GPUs of a server, in all of these clusters but where said."""
+UNICRON_TRANSIENT = 0.73
+"""Share of failures after which a restart brings the machine back: Unicron (arXiv 2401.00134), section 2."""
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """One cause of failures."""
+
+    cause: str
+    gpus: int = 1
+    """How many neighbouring GPUs it takes down at once: its domain."""
+    mtbf_hours: float
+    """Mean time between failures of one domain."""
+    shape: float = 1.0
+    """Weibull shape of the times between failures; 1 is a Poisson process, less makes them cluster."""
+    transient_share: float = UNICRON_TRANSIENT
+    """Share of failures after which a restart brings the machines back."""
+    restart_hours: float = 0.1
+    """Mean time of such a restart; assumed where the source says nothing else."""
+    repair_hours: float = 4.0
+    """Mean time of the repair or replacement after all others; assumed where the source says nothing else."""
+    source: str = "given by the user"
+
+
+class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
+    """How a fleet fails. Times in hours; places are GPUs."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    source: str = "given by the user"
+    mttf_hours: tuple[tuple[int, float], ...] = ()
+    """The published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
+    repairs_at_once: int | None = None
+    """How many domains are repaired at a time; others wait for their turn, in the order of their failures."""
+
+    def hours_to_failure(self, gpus: int) -> float:
+        """Mean hours from one failure in so many GPUs to the next, of whatever kind."""
+        if self.mttf_hours:
+            return interpolated_hours(self.mttf_hours, gpus)
+        return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
+
+    def kinds_for(self, gpus: int) -> tuple[Kind, ...]:
+        """The kinds, at the rates of a job of so many GPUs."""
+        if not self.mttf_hours:
+            return self.kinds
+        factor = self.hours_to_failure(gpus) * sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
+        return tuple(msgspec.structs.replace(kind, mtbf_hours=kind.mtbf_hours * factor) for kind in self.kinds)
+
+
+def interpolated_hours(points: Iterable[tuple[int, float]], gpus: int) -> float:
+    """The mean time to failure at a size: straight between the points over logarithms, one rate a GPU outside them."""
+    points = list(points)
+    (least, at_least), (most, at_most) = points[0], points[-1]
+    if gpus <= least:
+        return at_least * least / gpus
+    for (low, hours), (high, after) in pairwise(points):
+        if gpus <= high:
+            share = math.log(gpus / low) / math.log(high / low)
+            return math.exp(math.log(hours) + share * math.log(after / hours))
+    return at_most * most / gpus
+
+
+def single(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
+    """One kind: single GPUs that fail once in so many hours each."""
+    return FailureModel(name=name, source=source, kinds=(Kind(cause="any", mtbf_hours=mtbf_hours, source=source),))
+
+
+# --- Llama 3 ----------------------------------------------------------------------------------------------------------
+
+LLAMA_3_GPUS, LLAMA_3_HOURS = 16_384, 54 * 24.0
+TOP_OF_RACK = 16
+"""GPUs on one switch: a rack of two servers (Llama 3, section 3.3.1)."""
+_LLAMA_3 = (  # (cause, interruptions in 54 days, GPUs of the domain, whether a restart is enough, mostly)
+    ("faulty GPU", 148, 1, False), ("GPU memory (HBM3)", 72, 1, False), ("software bug", 54, 1, True),
+    ("network switch or cable", 35, TOP_OF_RACK, False), ("unplanned host maintenance", 32, SERVER, False),
+    ("GPU SRAM", 19, 1, False), ("GPU system processor", 17, 1, False), ("network card", 7, 1, False),
+    ("NCCL watchdog timeout", 7, 1, True), ("silent data corruption", 6, 1, False),
+    ("GPU thermal interface, sensor", 6, 1, False), ("SSD", 3, SERVER, False), ("power supply", 3, SERVER, False),
+    ("server chassis", 2, SERVER, False), ("IO expansion board", 2, SERVER, False), ("dependency", 2, 1, True),
+    ("CPU", 2, SERVER, False), ("system memory", 2, SERVER, False))
+LLAMA_3_SOURCE = ("Llama 3 (Meta 2024, arXiv 2407.21783), section 3.3.4, table 5: 419 unexpected interruptions by "
+                  "cause, 16,384 H100, 54 days")
+
+
+def _llama_3() -> FailureModel:
+    kinds = []
+    for cause, count, gpus, restarts in _LLAMA_3:
+        domains = LLAMA_3_GPUS / gpus
+        kinds.append(Kind(
+            cause=cause, gpus=gpus, mtbf_hours=domains * LLAMA_3_HOURS / count,
+            transient_share=1.0 if restarts else UNICRON_TRANSIENT,
+            source=f"{LLAMA_3_SOURCE}: {count}; domain {gpus} GPU{'s' * (gpus > 1)}" + (
+                " (a rack and its switch, section 3.3.1; the table does not part switches from cables)"
+                if gpus == TOP_OF_RACK else "") + (
+                "; a restart is taken to be enough" if restarts else
+                "; transient share of Unicron, repair times assumed")))
+    return FailureModel(name="llama-3", kinds=tuple(kinds), source=LLAMA_3_SOURCE + (
+        ": one in 3.1 h; transient shares of Unicron (73 %), software restarts only; repair times assumed"))
+
+
+# --- Meta's research clusters -----------------------------------------------------------------------------------------
+
+RSC = "Meta Research SuperCluster (Kokolis et al., HPCA 2025, arXiv 2410.21680)"
+RSC_1, RSC_2 = 6.50, 2.34
+"""Failures per 1,000 node-days, servers of 8 A100 (section III, figure 7)."""
+RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
+"""MTTF by GPUs of the job: measured at 1,024, projected beyond (section III, figure 7)."""
+
+
+def _rsc(name: str, rate: float, curve: tuple[tuple[int, float], ...], source: str) -> FailureModel:
+    parts = (("a GPU or its link", 1, 0.75), ("a server", SERVER, 0.25))
+    kinds = (Kind(cause=cause, gpus=gpus, mtbf_hours=24_000 / (share * rate) * SERVER / gpus, source=(
+        f"{source}; {share:.0%} of them taken to be of {cause} (our split); transient share of Unicron, repair times "
+        "assumed")) for cause, gpus, share in parts)
+    return FailureModel(name=name, kinds=tuple(kinds), mttf_hours=curve, source=f"{source}; a quarter of them taken to "
+                        "be of whole servers, 73 % transient (Unicron), repair times assumed")
+
+
+# --- Others -----------------------------------------------------------------------------------------------------------
+
+DELTA = ("Delta (Cui et al., SC 2025, arXiv 2503.11901 v4), section 4: errors of 608 H100 (2.1 million GPU-hours) and "
+         "of 448 A100 (9.6 million)")
+_DELTA_H100 = (("memory management unit", 1_737 / 2.1e6, True), ("uncorrectable memory", 1 / 88_768, False),
+               ("GPU system processor", 3 / 2.1e6, False))
+_DELTA_A100 = (("memory management unit", 8_863 / 9.6e6, True), ("GPU system processor", 3_857 / 9.6e6, False),
+               ("NVLink", 1_922 / 9.6e6, True), ("power management unit", 77 / 9.6e6, False),
+               ("uncorrectable memory", 1 / 283_271, False))
+"""(cause, errors a GPU-hour, whether the process alone ends)"""
+FT_HSDP_GPUS, FT_HSDP_HOURS = 100_000, 18 / 60
+FT_HSDP = ("FT-HSDP (Salpekar et al., arXiv 2602.00277), abstract: 44 % effective training time with 10 minutes lost "
+           "at each failure, 100,000 GPUs: one in 18 minutes")
+
+
+def _delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> FailureModel:
+    kinds = (Kind(cause=cause, mtbf_hours=1 / rate, transient_share=1.0 if process else UNICRON_TRANSIENT, source=(
+        f"{DELTA}; every error taken to end the job's step" + ("; a restart is enough" if process else "")))
+        for cause, rate, process in errors)
+    return FailureModel(name=name, kinds=tuple(kinds), source=f"{DELTA}; errors, of which not all end jobs, so an "
+                        "upper end; GPU errors only; repair times assumed")
+
+
+def _pods() -> FailureModel:
+    """Llama 3's causes, and the domains above a switch: racks' power feeds and pods."""
+    above = (Kind(cause="power feed of a row of racks", gpus=128, mtbf_hours=5 * 365 * 24.0, transient_share=0.0,
+                  source="assumed: a row of 8 racks, once in five years"),
+             Kind(cause="aggregation switch of a pod", gpus=3_072, mtbf_hours=5 * 365 * 24.0, transient_share=0.9,
+                  source="pods of 3,072 GPUs (Llama 3, section 3.3.1); assumed once in five years, 90 % transient"))
+    return msgspec.structs.replace(
+        _llama_3(), name="llama-3-domains", kinds=(*_llama_3().kinds, *above), repairs_at_once=8,
+        source=LLAMA_3_SOURCE + "; power feeds and pods besides, and 8 repairs at a time (assumed)")
+
+
+FAILURE_MODELS: Mapping[str, FailureModel] = {model.name: model for model in (
+    _llama_3(), _pods(),
+    _rsc("meta-rsc", RSC_1, RSC_MTTF, f"{RSC}, figure 7: MTTF of jobs, measured 7.9 h at 1,024 GPUs, projected 1.8 h "
+         "at 16,384 and 0.23 h at 131,072; the measured point is 3.6 times below one rate through the others, so rates "
+         "depend on the size"),
+    _rsc("meta-rsc-1", RSC_1, (), f"{RSC}, section III: RSC-1, 6.50 failures per 1,000 node-days"),
+    _rsc("meta-rsc-2", RSC_2, (), f"{RSC}, section III: RSC-2, 2.34 failures per 1,000 node-days"),
+    _delta("delta-h100", _DELTA_H100), _delta("delta-a100", _DELTA_A100),
+    FailureModel(name="ft-hsdp", source=f"{FT_HSDP}; 73 % transient (Unicron), repair times assumed", kinds=(
+        Kind(cause="a server", gpus=SERVER, mtbf_hours=FT_HSDP_HOURS * FT_HSDP_GPUS / SERVER,
+             source=f"{FT_HSDP}; each taken to be of a server"),)),
+)}
+"""By name. Places are GPUs; `availability_trace.group_gpus` makes workers of several."""
+
+
+# --- Slow for a while -------------------------------------------------------------------------------------------------
+
+
+class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a job slow for a while: one of its workers, or its links, which all wait for."""
+
+    cause: str
+    share: float
+    """Share of the time in which a job meets it."""
+    hours: float
+    """Mean time that it lasts."""
+    factor: float
+    """How many times as long the worker, or with slow links the job, takes then."""
+    links: bool = False
+    source: str = "given by the user"
+
+    def hours_between(self, units: int) -> float:
+        """Mean hours from the end of a slow time of one unit to the next, so that some is slow in this share."""
+        slow = -math.expm1(math.log1p(-self.share) / units)
+        return self.hours * (1 - slow) / slow
+
+
+_GREYHOUND = "Greyhound (Wu et al., USENIX ATC 2025, arXiv 2410.12588), section 3"
+GREYHOUND_DELAY = 1.34
+"""How many times as long large jobs take on average that wait for what is slow (abstract)."""
+_SHARES = {"compute": 0.02, "links": 0.40}
+"""Computation: under 2 %; communication: 40 %, which we read as shares of a job's time."""
+_FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
+"""Both taken to be equally slow, so that a job that waits takes 1.34 times as long."""
+_BYTEDANCE = "ByteDance (Lin et al., OSDI 2025, arXiv 2505.05713)"
+_BYTEDANCE_JOBS, _BYTEDANCE_WASTE, _BYTEDANCE_WORKERS = 0.425, 0.104, 0.017
+"""Share of 3,079 jobs that straggle; of all GPU-hours that are wasted; of straggling jobs that bad workers slow."""
+_BYTEDANCE_FACTOR = 1 + (1 / (1 - _BYTEDANCE_WASTE) - 1) / _BYTEDANCE_JOBS
+
+SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
+    "greyhound": (
+        SlowKind(cause="slow computation", share=_SHARES["compute"], hours=10 / 60, factor=_FACTOR, source=(
+            f"{_GREYHOUND}: slow computation under 2 %, 10 minutes on average; {_FACTOR:.2f} times as long, with which "
+            "jobs that wait take 1.34 times as long")),
+        SlowKind(cause="slow links", share=_SHARES["links"], hours=24 / 60, factor=_FACTOR, links=True, source=(
+            f"{_GREYHOUND}: slow communication 40 %, 24 minutes on average; {_FACTOR:.2f} times as long, likewise"))),
+    "bytedance": (
+        SlowKind(cause="slow computation", share=_BYTEDANCE_JOBS * _BYTEDANCE_WORKERS, hours=24.0,
+                 factor=_BYTEDANCE_FACTOR, source=(
+                     f"{_BYTEDANCE}: 42.5 % of jobs straggle, 1.7 % of these for bad workers; {_BYTEDANCE_FACTOR:.2f} "
+                     "times as long, with which 10.4 % of GPU-hours are wasted; a day each is assumed")),
+        SlowKind(cause="slow for other reasons", share=_BYTEDANCE_JOBS * (1 - _BYTEDANCE_WORKERS), hours=24.0,
+                 factor=_BYTEDANCE_FACTOR, links=True, source=(
+                     f"{_BYTEDANCE}: all other straggling: uneven sequences and stages, collection of garbage; nobody "
+                     "avoids it here"))),
+}
+"""By name."""

@@ -1,0 +1,27 @@
+"""A policy for `slipstream benchmark`, in a package of its own: whole pipelines under 1F1B, and a pause for each loss.
+
+Its package names it in pyproject.toml; then `slipstream benchmark --entry whole-pipelines` simulates it beside ours:
+
+    [project.entry-points."slipstream.policies"]
+    whole-pipelines = "my_package.fleet_policy:WholePipelines"
+"""
+
+from cli.fleet import Entry
+
+
+class WholePipelines(Entry):
+    """Workers of broken pipelines form whole ones; every change costs half a minute."""
+
+    name = "whole-pipelines"
+    title = "whole pipelines under 1F1B"
+    source = "an example"
+    assumptions = "workers take any stage in 30 s; the global batch is kept"
+
+    def rate(self, down):
+        """Samples per second with so many workers down in each stage."""
+        live = self.scenario.workers - sum(down)
+        return self.throughputs.one_f_one_b(live // self.scenario.stages)
+
+    def pause(self, down):  # noqa: ARG002
+        """Seconds in which nothing is trained, to get to where so many are down."""
+        return 30.0

@@ -1,0 +1,223 @@
+"""What a run asks for when workers fail, slow down or come back: from a table, or planned meanwhile.
+
+All answers are of the same job as the schedule that the run began with, and raise NoPlanError where there is none.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from planner.normalise import normal_form, slow_while_alive
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from planner.progress import ProgressCallback, quiet
+from planner.search.compiled import ready
+from planner.tables.process_pool import PoolError, run_all
+from schedules.codec import decode, encode
+from schedules.costs import Room
+from schedules.layers import LayerRange
+from schedules.memory import memory_peaks, room
+from schedules.schedule import Schedule, Worker
+from schedules.tables.file import TableError
+from schedules.tables.pattern import dead_column
+from schedules.tables.relabel import relabel
+from schedules.tables.table import Table
+from schedules.timing import period_at
+
+AT_ONCE_SECONDS = 0.3
+"""Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""
+MEANWHILE_SECONDS = 2.0
+"""Of one for other speeds, for which nobody waits."""
+ROLES_SECONDS = 10.0
+"""Of one in which workers take over other roles: several are planned."""
+SETTLED_SECONDS = 10.0
+"""Of one to come to, which is planned while all train."""
+NICENESS = 10
+"""Of the process that plans meanwhile: the workers of its machine go first."""
+ROUNDED = 1e-9
+"""Units of memory."""
+
+Speeds = tuple[tuple[Worker, float], ...]
+"""Workers that do not take the usual time, sorted, each with its factor of it."""
+Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""The layers that each live worker holds, sorted."""
+
+
+class _Task(NamedTuple):
+    """What to plan."""
+
+    options: PlanOptions
+    down: tuple[Worker, ...]
+
+    def __str__(self) -> str:
+        return f"the plan without {', '.join(map(str, self.down))}"
+
+
+class FailurePlanner:
+    """Answers for one job and the schedule that its run began with. Its methods may be called from several threads."""
+
+    def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
+                 settled_seconds: float = SETTLED_SECONDS, progress: ProgressCallback = quiet) -> None:
+        """The planner is compiled here, so that no failure has to wait for that; `progress` gets a line then."""
+        self._job, self._first, self._table = job, first, table
+        self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer)
+        self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS)
+        self._settled_seconds = settled_seconds
+        ready(progress)
+
+    def after(self, down: tuple[Worker, ...]) -> Schedule:
+        """With these workers down, layers in place: from the table, or planned by the list schedulers."""
+        with _no_plan():
+            return self._looked_up(down) or self._planned(self._job, down, AT_ONCE_SECONDS)
+
+    def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        """The same where the others have these speeds.
+
+        What is known already, the first schedule and the table's, is taken where it is better at these speeds.
+        """
+        with _no_plan():
+            found = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
+                     self._looked_up(down), self._planned(self._job_at(speeds), down, MEANWHILE_SECONDS)]
+            return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
+
+    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        """The schedule in which nobody needs a layer that it does not hold; here and below, without speeds the job's.
+        """
+        options = msgspec.structs.replace(self._greedy, holds=held)
+        return plan_only(options, self._job_at(speeds), down).schedule
+
+    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        """The best schedule to come to, whatever moves for it: from the table, or by a process of its own."""
+        found = None if speeds else self._settled_in_table(down, held)
+        if found is not None:
+            return found
+        options = msgspec.structs.replace(self._options, layers="move", time_limit=self._settled_seconds, holds=held)
+        with _no_plan():
+            ((_, answer),) = run_all(partial(_plan, self._job_at(speeds)), [_Task(options, down)], 1, (NoPlanError,))
+        return decode(answer)
+
+    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        """The schedule for which all layers are read anew."""
+        options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
+        return plan_only(options, self._job_at(speeds), down).schedule
+
+    def _job_at(self, speeds: Speeds) -> Job:
+        return job_at(self._job, speeds) if speeds else self._job
+
+    def _looked_up(self, down: tuple[Worker, ...]) -> Schedule | None:
+        # Where a stage is lost, as with a machine, one of another stage that has taken over there before holds its
+        # layers, or a checkpoint does.
+        lost = dead_column(down, self._first.grid) is not None
+        return self._fitting(down, held_elsewhere=lost)
+
+    def _settled_in_table(self, down: tuple[Worker, ...], held: Held) -> Schedule | None:
+        """The table's, where the layers are still where it takes them to be."""
+        if any(layers != self._first.holds_of_column(worker.column) for worker, layers in held):
+            return None
+        with _no_plan():
+            return self._fitting(down, settled=True)
+
+    def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False,
+                 settled: bool = False) -> Schedule | None:
+        """The table's schedule, if it has one for this job, for which all have room."""
+        found = None if self._table is None else self._table.lookup(
+            down, held_elsewhere=held_elsewhere, settled=settled, nodes=self._job.nodes)
+        fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule)
+        return found.schedule if found is not None and fits else None
+
+    def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
+        options = msgspec.structs.replace(self._greedy, time_limit=seconds)
+        if dead_column(down, self._first.grid) is not None:
+            # One of another stage, which may have taken over there before, holds its layers: roles must move.
+            return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
+        planned = plan_only(options, job, down)
+        if planned.interrupted:  # it was the run that should end, not the search alone
+            raise KeyboardInterrupt
+        return planned.schedule
+
+
+def _plan(job: Job, task: _Task) -> bytes:
+    """In a process of its own."""
+    os.nice(NICENESS)
+    return encode(plan_only(task.options, job, task.down).schedule)
+
+
+@contextmanager
+def _no_plan() -> Iterator[None]:
+    try:
+        yield
+    except (TableError, PoolError) as error:
+        raise NoPlanError(" ".join(str(error).split())) from None
+
+
+def job_at(job: Job, speeds: Speeds) -> Job:
+    """A job whose workers have these speeds."""
+    return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
+
+
+def has_room(job: Job, schedule: Schedule) -> bool:
+    """Whether workers that have another capacity than their column have enough for a schedule, which may be made
+    without regard to that, and may have other roles for them."""
+    if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
+        return True
+    own = _with_own_rooms(job, schedule)
+    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items())
+
+
+def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoPlanError.
+
+    Who moves is chosen last. So where single workers have less room than others, and what they get does not fit, it is
+    planned once more as if nobody had more than they would have in the same role.
+    """
+    memory = job.memory
+    if memory is None or not memory.capacity_of:
+        return _moved(job, down, options)
+    within = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
+    least = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
+                  for column, room in enumerate(memory.capacity))
+    for capacity, too_little in ((memory.capacity, ()), (least, (NoPlanError,))):
+        of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
+        with suppress(*too_little):
+            found = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
+            if has_room(job, found):
+                return _with_own_rooms(job, found)
+    raise NoPlanError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
+
+
+def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    job = slow_while_alive(job, down)
+    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
+    if found is None:
+        raise NoPlanError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
+    return found
+
+
+def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
+    """The schedule with what room single workers have in their roles; where layers are given, in their own."""
+    assert job.memory is not None and schedule.memory is not None
+    rooms = []
+    for worker, _ in job.memory.capacity_of:
+        seat = schedule.seat_of.get(worker)
+        if seat is not None:
+            left = _room_at(job, worker, seat.role.column if seat.holds is None else worker.column)
+            rooms.append(Room(worker, max(0, math.floor(left / schedule.memory.unit + ROUNDED))))
+    return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(
+        schedule.memory, capacity_of=tuple(rooms) or msgspec.UNSET))
+
+
+def _room_at(job: Job, worker: Worker, column: int) -> float:
+    """The room of one that has another capacity than its column, in a role of a column."""
+    memory = job.memory
+    assert memory is not None
+    weights = memory.weights or (0.0,) * len(job.columns)
+    own, its = (sum(of_stage for of_stage, at in zip(weights, job.columns, strict=True) if at == one)
+                for one in (worker.column, column))
+    return dict(memory.capacity_of)[worker] + own - its

@@ -1,0 +1,189 @@
+"""What steers a search, with the values that did best on benchmarks.quality and benchmarks.layers.
+
+A file of these (`slipstream plan --params FILE`) is TOML with a table for each group; what it leaves out stays as here:
+
+    [annealing]
+    aim = 0.4
+    [cp_sat]
+    largest_proof = 0
+
+Shares are of the time, or the steps, that is left at that point. Ops are compute ops: F, I and W, or F and B.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+
+class ParamsError(ValueError):
+    """A file of parameters that cannot be read. The message names the file, the key and what was expected."""
+
+
+class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """List schedules: a grid of dispatch rules under several assignments, then random steps from the best of them."""
+
+    share: float = 0.3
+    """Of the time, where more follows and there is one candidate."""
+    most_steps: int = 1000
+    """Random steps for one problem, at most;"""
+    fewest_steps: int = 8
+    """and at least, where there is time."""
+    most_ops: int = 20_000_000
+    """Ops that all random steps of a problem together may schedule."""
+    starts: int = 4
+    """The best rules of the grid, from which random steps start."""
+    stale_steps: int = 150
+    """Random steps in a row that find nothing better, after which they start again from one of the best rules."""
+    stale_starts: int = 10
+    """Such starts in a row, after which the search ends."""
+    grid_share: float = 0.3
+    """Of the time, for the grid, where the random steps may also change the assignment."""
+    assignment_steps: float = 0.5
+    """Share of the random steps that change the assignment."""
+    largest_untimed: int = 20_000
+    """Ops up to which the schedules that others run are tried when the time is over, too."""
+    piece_share: float = 0.5
+    """Of the time, for each piece by itself, where all of a layout are then planned as one."""
+    largest_joined: int = 60_000
+    """Ops up to which the pieces of a layout are planned as one, where the whole takes longer than each;"""
+    usually_joined: int = 30_000
+    """up to which always;"""
+    quickly_joined: int = 10_000
+    """and up to which even when the time is over."""
+
+
+class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cooling cycle of annealing."""
+
+    hot: float
+    """Temperature at its beginning, in mean op lengths;"""
+    cold: float
+    """and at its end."""
+    pull: float
+    """Weight of what all windows together exceed what the cycle aims at: a large one leads out of plateaus where many
+    windows are the longest."""
+    begin: float = 0.0
+    """Only the part of the plan from here"""
+    end: float = 1.0
+    """to here changes, in shares of it: how pipelines fill and drain takes more heat than the rest could bear."""
+
+
+class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Simulated annealing of orders and hosts."""
+
+    cycles: tuple[Cooling, ...] = (
+        Cooling(hot=0.15, cold=0.02, pull=3.0), Cooling(hot=1.0, cold=0.1, pull=3.0, end=0.3),
+        Cooling(hot=1.0, cold=0.1, pull=3.0, begin=0.7), Cooling(hot=0.3, cold=0.1, pull=10.0),
+        Cooling(hot=0.3, cold=0.1, pull=30.0))
+    """In turn; none is the best on all jobs. The first must be of the whole plan. When all are done, they take twice as
+    many steps."""
+    steps_per_op: int = 60
+    """Of the first cycles."""
+    ops_per_cycle: int = 800_000_000
+    """Ops that all pipelines together have in the steps of a first cycle, at most."""
+    fewest_steps: int = 2_000
+    """Of a cycle."""
+    aim: float = 0.5
+    """Share of the way from the best plan's period to the bound: only windows longer than that count in a cycle."""
+    steps_per_round: int = 10_000
+    """Between two looks at the clock: some 50 ms;"""
+    ops_per_round: int = 30_000_000
+    """and ops in these steps, at most."""
+    trade: float = 2 / 24
+    """Share of the steps in which two units of a slice trade workers and places, where units may change workers."""
+    move: float = 1 / 24
+    """Share of the steps in which a unit moves to another worker; all others exchange neighbouring runs of ops."""
+    steps_per_shift: int = 60
+    """One in so many steps for each pipeline of a piece shifts a deadline;"""
+    ops_per_shift: int = 8
+    """or one in the ops of the piece divided by this, where that is rarer: a shift times all of them anew."""
+    begin_seconds: float = 12e-6
+    """What it takes for each op to begin, to do one round, and to time what comes of it; less is not begun with."""
+
+
+class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """CP-SAT: proofs, and plans for small pieces."""
+
+    largest_proof: int = 1500
+    """Ops, counted once for each possible host, up to which CP-SAT improves a piece and proves it optimal."""
+    proof_share: float = 0.6
+    """Of the time that is left, for each piece."""
+    hint_cycles: int = 3
+    """Cooling cycles of annealing that make a good hint for it."""
+    largest_found: int = 4000
+    """Ops up to which CP-SAT looks for a plan from scratch, beside annealing,"""
+    most_microbatches: int = 12
+    """where no pipeline has more micro-batches than this."""
+    find_share: float = 0.6
+    """Of the time after list schedules, for that."""
+
+
+class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Candidates: the problem with layers in place, and layouts that cut micro-batches or move layers."""
+
+    most: int = 17
+    """Layouts that are looked at;"""
+    fewest: int = 4
+    """by list schedules alone, at least so many,"""
+    seconds: float = 6e-5
+    """and others as far as there is so much time for each micro-batch at a stage."""
+    share: float = 0.4
+    """Of the time, for a few list schedules of all candidates;"""
+    first_share_fixed: float = 0.25
+    """of that, for the problem as it is, where layers stay in place;"""
+    first_share_move: float = 0.1
+    """and where they may move."""
+    first: float = 2.0
+    """Each layout has so many times its equal share: many a later one cannot be the best."""
+    bound_share: float = 0.3
+    """Of the time for a few list schedules of a layout, in which a bound of its own is sought first."""
+    largest_bounded: int = 20_000
+    """Ops of the pieces of a layout up to which it is."""
+    beyond: float = 1.003
+    """Up to how many times the period of the best candidate a bound of another one is sought."""
+    assignment_seconds: float = 2.0
+    """For the exact assignment of layers, at most;"""
+    assignment_share: float = 0.2
+    """and of the time for list schedules."""
+    fine_rate: float = 10_000.0
+    """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
+    restarts: tuple[tuple[int, float], ...] = ((7, 0.25), (3, 0.35))
+    """How many of the most promising layouts have random steps from their best list schedules, and the share of the
+    time left that they have together, in turns;"""
+    large_restarts: tuple[tuple[int, float], ...] = ((7, 0.4), (3, 0.5))
+    """the same where one of them has more ops than"""
+    largest_annealed: int = 15_000
+    """this, of which annealing could change but a few in the time."""
+    restart_steps: int = 10_000
+    """Such random steps for a layout, at most."""
+    largest_alone: int = 5_000
+    """Ops up to which half of the time of a list schedule or more is spent in the interpreter; beyond, layouts have
+    their random steps in two threads."""
+    halvings: tuple[tuple[int, float], ...] = ((7, 0.25), (2, 0.3))
+    """How many of the most promising are annealed, and the share of the time left that they have together; then one has
+    the rest (successive halving, Karnin et al. 2013)."""
+    again: float = 3.0
+    """How often a candidate is expected to gain again what annealing gained in its last turn."""
+
+
+class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of them."""
+
+    lists: ListParams = msgspec.field(default_factory=ListParams)
+    annealing: AnnealingParams = msgspec.field(default_factory=AnnealingParams)
+    cp_sat: CpSatParams = msgspec.field(default_factory=CpSatParams)
+    layouts: LayoutParams = msgspec.field(default_factory=LayoutParams)
+
+
+DEFAULTS = SearchParams()
+
+
+def read_params(path: Path) -> SearchParams:
+    """The parameters of a TOML file.
+
+    Raises ParamsError where it cannot be read, or has an unknown key or a wrong value.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=SearchParams)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise ParamsError(f"{path}: {error}") from None

@@ -1,0 +1,281 @@
+"""The search: candidates are ordered, the promising ones improved, the best one proven as far as that goes.
+
+A candidate is a problem in which it is decided which layers each worker holds, and which slices micro-batches are cut
+into. First a few list schedules of each say which are worth more time. The best few of the layouts have many more, then
+the best few of all are annealed in turns, fewer each time, until one has the rest of the time (successive halving),
+and CP-SAT beside and after annealing where it is small. A job with one candidate takes the same way.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Literal, get_args
+
+import msgspec
+
+from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget
+from planner.model.bounds import lower_bound
+from planner.model.decompose import Piece, decompose, undivided
+from planner.model.layout_bound import LayoutBound, can_bound
+from planner.model.problem import NoPlanError, Problem
+from planner.model.solution import Solution
+from planner.params import DEFAULTS, SearchParams
+from planner.search.anneal import anneal
+from planner.search.baselines import BASELINES
+from planner.search.compiled import ready
+from planner.search.evidence import evidence
+from planner.search.incumbent import Incumbent
+from planner.search.list_scheduler import StuckError
+from planner.search.list_schedules import list_schedules, on_one_clock
+from planner.search.proposals import Proposals
+from planner.search.prove import finding, provable, prove, take_found
+
+Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
+METHODS: tuple[Method, ...] = get_args(Method)
+LARGEST_BASELINE = 200_000
+"""Compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in groups."""
+FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
+"""What it takes to put a plan together and check it: seconds for each op, at most this share of the time."""
+
+
+class Solved(msgspec.Struct, frozen=True):
+    """The best of the candidates, by its pieces, with the bound proven on the way."""
+
+    problem: Problem
+    pieces: Sequence[tuple[Piece, Solution]]
+    lower_bound_ticks: int
+    deadlines: Sequence[int] | None = None
+    """Where all pieces are on one clock: when their compute ops must be done, by column."""
+    evidence: Callable[[], str] = str
+    """What is likely to leave a gap, or nothing. Few ask, and with layouts it takes as long as some list schedules."""
+    fixed_period: float | None = None
+    """Seconds: the best period found with layers in place, where they move in this one."""
+    ran: str = ""
+    """What really was tried, in words; what others run has its name."""
+
+
+def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Solved:
+    """The best that the method finds within the budget, of one problem or of all that is proposed.
+
+    Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
+    """
+    ready(budget.progress.line)
+    proposals = given if isinstance(given, Proposals) else Proposals(given)
+    if method in BASELINES:
+        assert proposals.first is not None, "what others run is defined for layers in place"
+        return _baseline(proposals.first, method)
+    return _Engine(proposals, budget, params, greedy=method == "greedy").best()
+
+
+def _baseline(problem: Problem, method: Method) -> Solved:
+    divide = not problem.failed or problem.operations > LARGEST_BASELINE
+    pieces = decompose(problem) if divide else (undivided(problem),)
+    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], lower_bound(problem),
+                  ran=method)
+
+
+def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
+    """Annealing, beside it CP-SAT from scratch, then CP-SAT from the best so far, then annealing for the rest.
+
+    Where CP-SAT has nothing to do, the first annealing takes all of the time.
+    """
+    small = bool(provable(known, params.cp_sat))
+    with finding(known, budget.share(params.cp_sat.find_share), params.cp_sat) as finder:
+        within = budget.until(finder.budget.deadline) if finder else budget
+        known = anneal(known, within, params.annealing, params.cp_sat.hint_cycles if small else None)
+        if finder:
+            known = take_found(known, finder, budget)
+    if small or finder:
+        known = prove(known, budget, params.cp_sat)
+        known = anneal(known, budget, params.annealing)
+    return known
+
+
+class _Engine:
+    """The candidates of one search."""
+
+    def __init__(self, proposals: Proposals, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
+        self._proposals, self._budget, self._greedy = proposals, budget, greedy
+        self._params, self._layouts = params, params.layouts
+        self._found: list[Incumbent] = []
+
+    def best(self) -> Solved:
+        """The best of all. Raises NoPlanError where there is none."""
+        budget, began, several = self._budget, self._budget.clock.now(), self._proposals.several
+        first = self._proposals.start(shedding=not self._greedy)
+        if first is not None:
+            after = min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * first.operations)
+            budget = budget.until(budget.deadline - after)
+        share = self._layouts.share if several else self._params.lists.share
+        lists = budget if self._greedy else budget.share(share)
+        if first is not None:
+            self._add(first, lists.share(self._first_share))
+        if several:
+            self._add_layouts(lists)
+        if not self._found:
+            raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
+        if not self._greedy:
+            self._restart(budget)
+            self._anneal(budget)
+        best = self._best
+        fixed = min((known.seconds for known in self._found if not known.moved), default=None)
+        text = evidence(best, budget.clock, budget.clock.now() - began)
+        return Solved(best.problem, list(zip(best.pieces, best.solutions, strict=True)), best.bound, best.deadlines,
+                      partial(self._evidence, best, text), fixed if best.moved else None,
+                      ", ".join(budget.tally.techniques))
+
+    @property
+    def _best(self) -> Incumbent:
+        return min(self._found, key=lambda known: known.rank)
+
+    @property
+    def _first_share(self) -> float:
+        """Of the time for list schedules, what the problem with layers in place has."""
+        if not self._proposals.several:
+            return 1.0
+        return self._layouts.first_share_move if self._proposals.moving else self._layouts.first_share_fixed
+
+    def _evidence(self, known: Incumbent, text: str) -> str:
+        """With what the choice of who runs what alone makes of a gap."""
+        least = self._least_of(known)
+        if least <= known.bound:
+            return text
+        return f"{text}; with who runs what as it is here, no order is shorter than " \
+               f"{least * known.problem.tick_seconds:g} s"
+
+    # --- Propose, and order each ---
+
+    def _add(self, known: Incumbent, budget: Budget) -> None:
+        """A few list schedules of a candidate.
+
+        It is dropped where they get stuck for lack of memory, or cannot be the best.
+        """
+        least = 0 if self._greedy else self._least_of(known, budget.share(self._layouts.bound_share))
+        if known.moved and self._found and least * known.problem.tick_seconds > self._best.seconds:
+            return
+        enough = msgspec.structs.replace(known, bound=max(known.bound, least))
+        with contextlib.suppress(StuckError):
+            steps = 0 if self._proposals.several and not self._greedy else self._params.lists.most_steps
+            found = list_schedules(enough, budget, self._params.lists, steps)
+            self._found.append(msgspec.structs.replace(found, bound=known.bound, least=least))
+
+    def _least_of(self, known: Incumbent, budget: Budget | None = None) -> int:
+        """A bound for the layout of a candidate, to a thousandth if there is time; 0 where none is sought.
+
+        Only as far as it matters: to its own period, or a little beyond that of the best candidate.
+        """
+        if known.operations > self._layouts.largest_bounded or not can_bound(known.problem):
+            return 0
+        hosts = [solution.hosts for solution in known.solutions]
+        high = 2 * known.bound
+        if known.solutions:
+            high = known.period
+        elif self._found:
+            ticks = self._layouts.beyond * self._best.seconds / known.problem.tick_seconds
+            high = max(known.bound, math.ceil(ticks))
+
+        def over() -> bool:
+            if budget is None:
+                return False
+            budget.clock.count(BOUND_STEPS_PER_OP * known.operations)
+            return budget.seconds <= 0
+
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high, over)
+
+    def _add_layouts(self, budget: Budget) -> None:
+        proposals, params = self._proposals, self._layouts
+        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
+        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
+        left = self._layouts_within(budget.seconds)
+        # With no time at all, still the first one where layers may move: most often it is the best.
+        least = left - 1 if proposals.moving else left
+        while left and not self._done and not budget.stopped and (
+                not self._found or left > least or budget.seconds > 0):
+            try:
+                known = next(made, None)
+            except LookupError as error:
+                if not self._found:
+                    raise NoPlanError(str(error)) from None
+                return
+            if known is None:
+                return
+            budget.clock.count(LAYOUT_STEPS * proposals.units)
+            self._add(known, budget.share(min(1.0, params.first / left)))
+            left -= 1
+
+    def _layouts_within(self, seconds: float) -> int:
+        """How many layouts are looked at: where annealing follows, which makes up for short lists, always as many."""
+        params = self._layouts
+        if not self._greedy:
+            return params.most
+        return max(params.fewest, min(params.most, int(seconds / (params.seconds * self._proposals.units))))
+
+    # --- Improve the promising ---
+
+    def _restart(self, budget: Budget) -> None:
+        """Random steps from the best list schedules of the most promising layouts, then of fewer.
+
+        Large ones in two threads: most of the time is spent in compiled loops, which leave the interpreter to others.
+        """
+        params = self._layouts
+        largest = max((known.problem.operations for known in self._promising() if known.moved), default=0)
+        rounds = params.large_restarts if largest > params.largest_annealed else params.restarts
+        for number, (count, part) in enumerate(rounds):
+            ranked = [known for known in self._promising() if known.moved][:count]
+            if not ranked:
+                return
+            within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
+            own, other = (ranked[::2], ranked[1::2]) if largest > params.largest_alone else (ranked, [])
+            second = within.beside()
+            with ThreadPoolExecutor(1) as thread:
+                running = thread.submit(self._restart_each, other, second)
+                self._restart_each(own, within)
+                running.result()
+            within.join(second)
+
+    def _restart_each(self, some: Sequence[Incumbent], budget: Budget) -> None:
+        for known, share in self._in_turn(some, budget):
+            if budget.seconds > 0:
+                self._replace(known, list_schedules(known, share, self._params.lists, self._layouts.restart_steps))
+
+    def _anneal(self, budget: Budget) -> None:
+        """Anneal the most promising few in turns, fewer each time, then one, with CP-SAT where it is small."""
+        last = len(self._layouts.halvings) - 1
+        for number, (count, share) in enumerate(self._layouts.halvings):
+            ranked = self._promising()[:count]
+            if len(ranked) < 2:
+                break
+            for known, turn in self._in_turn(ranked, budget.share(share)):
+                begun = on_one_clock(known, self._params.lists) if number == last else known
+                better = anneal(begun, turn, self._params.annealing)
+                self._replace(known, msgspec.structs.replace(better, gained=max(0.0, known.seconds - better.seconds)))
+        final = self._promising()[:1]
+        if final and not self._done and not budget.stopped:
+            self._replace(final[0], improve(on_one_clock(final[0], self._params.lists), budget, self._params))
+
+    def _in_turn(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
+        """Each with an equal share of the time, until some candidate is as good as any can be."""
+        for number, known in enumerate(some):
+            if self._done or budget.stopped:
+                return
+            yield known, budget.share(1 / (len(some) - number))
+
+    def _promising(self) -> list[Incumbent]:
+        """What may be the best after more work, what is expected to be the best first."""
+        best = self._best.seconds
+        # A bound of its own is known to a thousandth.
+        return sorted((known for known in self._found
+                       if known.open and known.period > 1.001 * known.least and known.least_seconds < best),
+                      key=lambda known: known.expected(self._layouts.again))
+
+    @property
+    def _done(self) -> bool:
+        """Whether some candidate is as good as any can be."""
+        return any(not known.open for known in self._found)
+
+    def _replace(self, known: Incumbent, better: Incumbent) -> None:
+        if better.period > known.period:
+            better = msgspec.structs.replace(known, gained=better.gained)
+        self._found[self._found.index(known)] = better

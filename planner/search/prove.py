@@ -1,0 +1,91 @@
+"""CP-SAT improves small pieces and proves them optimal, or looks for a plan of its own, beside annealing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from planner.budget import Budget
+from planner.model.problem import Problem
+from planner.model.start_times import solution_period
+from planner.params import CpSatParams
+from planner.search.cpsat.finder import Finder
+from planner.search.incumbent import Incumbent
+
+
+def provable(known: Incumbent, params: CpSatParams) -> list[int]:
+    """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
+    return [index for index, piece in enumerate(known.pieces)
+            if piece.problem.routes is None and _options(piece.problem) <= params.largest_proof]
+
+
+def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
+    """Better solutions of small pieces, the longest first, and perhaps a better bound."""
+    for index in sorted(provable(known, params), key=known.periods.__getitem__, reverse=True):
+        if known.periods[index] > known.target(index) and not budget.stopped:
+            known = _prove_piece(known, index, budget.share(params.proof_share), params)
+    return known
+
+
+def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
+    from planner.search.cpsat.model import improve  # the solver takes a third of a second to load
+
+    problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
+
+    def report(ticks: int) -> None:
+        if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
+            budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound * problem.tick_seconds)
+
+    result = improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
+    budget.tally.add("CP-SAT: from the best plan", helped=int(result.period_ticks < period))
+    found = known
+    if result.period_ticks < period:
+        found = found.with_piece(index, result.solution, result.period_ticks)
+    whole = len(known.pieces) == 1 and problem.sharing and not any(count != 1 for count in problem.parts)
+    alone = len(known.pieces) == 1 or not problem.failed
+    if target == known.bound and (whole if known.problem.sharing else alone):
+        # Without sharing, its workers in any plan of the whole run a plan of this piece, if the ops of others are left
+        # out. With sharing, others might help them; and what might be cut is not proven by whole micro-batches.
+        better = result.lower_bound_ticks > known.bound
+        found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
+    return found
+
+
+def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
+    """The problem of a piece: with any choice of hosts that the whole allows, where that is small enough."""
+    problem = known.pieces[index].problem
+    shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
+    return shared if len(known.pieces) == 1 and _options(shared) <= params.largest_proof else problem
+
+
+def _options(problem: Problem) -> int:
+    """Compute ops, counted once per possible host."""
+    return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
+
+
+@contextmanager
+def finding(known: Incumbent, budget: Budget, params: CpSatParams) -> Iterator[Finder | None]:
+    """CP-SAT at work on the longest piece, if it is small enough; ended with the context."""
+    index = known.longest
+    problem, counts = known.pieces[index].problem, known.pieces[index].problem.grid.microbatches
+    small = problem.routes is None and problem.operations <= params.largest_found and \
+        max(counts) <= params.most_microbatches
+    if not known.open or budget.stopped or not problem.failed or not small:
+        yield None
+        return
+    with Finder(problem, known.periods[index] - 1, lower_bound=known.target(index), budget=budget) as finder:
+        yield finder
+
+
+def take_found(known: Incumbent, finder: Finder, budget: Budget) -> Incumbent:
+    """Wait for the finder's plan where one is still wanted, and take it where it is better."""
+    found = finder.result(budget.stop, wanted=known.open and not budget.stopped)
+    index = next(index for index, piece in enumerate(known.pieces) if piece.problem is finder.problem)
+    if found is None or (period := solution_period(finder.problem, found)) >= known.periods[index]:
+        budget.tally.add("CP-SAT: from scratch")
+        return known
+    budget.tally.add("CP-SAT: from scratch", helped=1)
+    known = known.with_piece(index, found, period)
+    tick = known.problem.tick_seconds
+    budget.progress.found("CP-SAT", known.period * tick, known.bound * tick)
+    return known

@@ -1,0 +1,68 @@
+"""A file to which lines are appended, and that never ends a run: what cannot be written waits until it can be."""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+Complain = Callable[[str], None]
+"""Called with a line for people."""
+MOST_UNWRITTEN = 100_000
+"""Lines that wait; the oldest are given up where there are more."""
+
+
+def silently(_: str) -> None:
+    """For who does not want to know."""
+
+
+class AppendedFile:
+    """Unbuffered: each line is written by one call, and is there for other processes when that returns.
+
+    What a crash has left of a last line is removed. Raises OSError where the file cannot be opened, and never later:
+    where a disk is full, `complain` is told once, and the lines are written when there is room again.
+    """
+
+    def __init__(self, path: Path, complain: Complain = silently) -> None:
+        self._path = path
+        self._complain = complain
+        self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
+        self._told = False
+        self._file = FileIO(path, "ab+")
+        self._size = self._file.truncate(_whole(self._file))
+
+    def append(self, line: bytes) -> None:
+        """Write a line, and all that has waited."""
+        self._unwritten.append(line + b"\n")
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten[0])
+                if written != len(self._unwritten[0]):
+                    raise OSError("no space left")
+                self._size += written
+                self._unwritten.popleft()
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size)  # half a line would make one of it and the next
+            if not self._told:
+                self._told = True
+                self._complain(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and "
+                               "writes what waits when it can")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _whole(file: FileIO) -> int:
+    """The size without a last line that is not whole."""
+    size = file.seek(0, os.SEEK_END)
+    while size:
+        begin = max(0, size - 2**16)
+        file.seek(begin)
+        newline = file.read(size - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        size = begin
+    return 0

@@ -1,0 +1,328 @@
+"""Checkpoints: every layer with its optimizer state in a file of its own, each written by one worker.
+
+A checkpoint is a folder `iteration-N` with a manifest that names all layers and the digests of their files. Layers are
+the unit, so that any grid can go on from it. It appears whole or not at all: workers write into `.saving-N`, each adds
+a note per layer once the bytes are on the disk, and the worker that finds the notes of all layers renames the folder.
+No worker waits for another or is in charge. One that dies while saving leaves a `.saving-N` behind, which is removed
+when the next checkpoint is complete. All workers must see the same folder.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
+
+from runtime.config import RunConfig
+from runtime.model.layers.hugging_face.configuration import read_config
+from runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
+from schedules.document import DocumentError, DocumentKind
+from schedules.files import write_atomically
+
+MANIFEST = "manifest.json"
+KEEP = 2
+_LATER = {"hugging_face", "options"}
+"""Keys of [model] that older checkpoints lack."""
+_COMPLETE = re.compile(r"iteration-(\d{1,18})")
+_SAVING = re.compile(r"\.saving-(\d{1,18})")
+_TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
+
+LayerState = Mapping[str, Tensor]
+"""What `UndoableOptimizer.layer_state` gives."""
+Ended = Callable[["CheckpointError | None"], None]
+
+
+class CheckpointError(DocumentError):
+    """A checkpoint that cannot be written, read or used here. The message is one line."""
+
+
+class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a layer is, and what its bytes are."""
+
+    layer: Annotated[int, Meta(ge=0, le=2**20)]
+    file: Annotated[str, Meta(pattern=r"^layer-[0-9]{4,7}-[0-9a-f]{16}\.safetensors$")]
+    bytes: Annotated[int, Meta(ge=0, le=2**62)]
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A checkpoint; also the note that a worker leaves for one layer."""
+
+    format: str = "slipstream-checkpoint"
+    version: int = 1
+    iteration: Annotated[int, Meta(ge=0, le=2**62)]
+    """How many iterations the parameters have seen: the number of the next one to run."""
+    identity: dict[str, Any]
+    """`identity_of` the job."""
+    layers: tuple[LayerFile, ...]
+
+
+_DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
+                         max_bytes=2**28, error=CheckpointError)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk, its manifest read and checked."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def iteration(self) -> int:
+        """The next iteration to run."""
+        return self.manifest.iteration
+
+
+def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
+    """What a job must share with a checkpoint to go on from it: the model, and what its state means.
+
+    The grid, the text, the learning rate and whatever else may change from one run to the next are not part of it.
+    """
+    training, model = config.training, msgspec.to_builtins(config.model)
+    if config.model.hugging_face is not None:
+        model["hugging_face"] = read_config(config.model)  # wherever it lies
+    return {"layers": layers,
+            **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
+            "training.optimizer": training.optimizer, "training.seed": training.seed,
+            "parameters": "float64" if training.dtype == "float64" else "float32",
+            **({"training.amsgrad": True} if training.amsgrad else {})}  # earlier versions did not name it
+
+
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """What tells the identity of a checkpoint from that of a job, in words; None: nothing does."""
+    for name in sorted({*theirs, *ours}):
+        their, our = theirs.get(name), ours.get(name)
+        if isinstance(their, dict) and isinstance(our, dict):
+            inside = difference({f"{name}.{key}": value for key, value in their.items()},
+                                {f"{name}.{key}": value for key, value in our.items()})
+            if inside is not None:
+                return inside
+        elif their != our:
+            return f"its {name} is {theirs.get(name)!r}, here it is {ours.get(name)!r}"
+    return None
+
+
+class Saving:
+    """A checkpoint being written by this worker, in a thread of its own."""
+
+    def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
+                 identity: Mapping[str, Any], ended: Ended) -> None:
+        self._error: CheckpointError | None = None
+        self._ended = ended
+        self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity), daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until this worker's layers are on the disk. Raises CheckpointError when they cannot be written."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any]) -> None:
+        try:
+            _write(folder, iteration, layers, dict(identity))
+        except CheckpointError as error:
+            self._error = error
+        except OSError as error:
+            self._error = CheckpointError(f"{error.filename or folder}: checkpoint of iteration {iteration} cannot be "
+                                          f"written: {error.strerror or error}; earlier ones are untouched")
+        self._ended(self._error)
+
+
+def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+         ended: Ended = lambda _: None) -> Saving:
+    """Start to write this worker's share of a checkpoint; training goes on.
+
+    The tensors are copied to host memory before this returns. Each layer of the model must be saved by some worker,
+    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
+    called from a thread when this share is on the disk, with None, or has failed, with the error.
+    """
+    copied = {layer: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+              for layer, state in layers.items()}
+    return Saving(folder, iteration, copied, identity, ended)
+
+
+def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint; None where there is none.
+
+    Raises CheckpointError when it cannot be read, or is not of a job with this `identity`.
+    """
+    found = _numbered(folder, _COMPLETE)
+    return open_checkpoint(found[max(found)], identity) if found else None
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints by their iterations."""
+    return _numbered(folder, _COMPLETE)
+
+
+def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
+    """The checkpoint in a folder. Raises CheckpointError as `latest` does."""
+    source = path / MANIFEST
+    manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
+    if identity is not None:
+        _require_same(source, manifest.identity, identity)
+    if [one.layer for one in manifest.layers] != list(range(len(manifest.layers))) \
+            or manifest.identity.get("layers") != len(manifest.layers):
+        raise CheckpointError(f"{source}: does not name each layer of the model once; it is damaged")
+    return Checkpoint(path, manifest)
+
+
+def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+    """The states of some layers, on the CPU, for `UndoableOptimizer.load_layer_state`. Raises CheckpointError."""
+    return {layer: _load(checkpoint, layer) for layer in layers}
+
+
+def tidy(folder: Path) -> None:
+    """Remove what killed writers have left: checkpoints half written or half removed, and temporary files in others.
+
+    No writer may be alive.
+    """
+    for pattern in (_SAVING, _COMPLETE):
+        for path in _named(folder, pattern).values():
+            if pattern is _SAVING or not (path / MANIFEST).exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                _drop_unnamed(path)
+
+
+def drop_newer(folder: Path, iteration: int) -> None:
+    """Remove the checkpoints of later iterations."""
+    for number, path in _numbered(folder, _COMPLETE).items():
+        if number > iteration:
+            _remove(path)
+
+
+def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
+    if not 0 <= layer < len(checkpoint.manifest.layers):
+        raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
+    one = checkpoint.manifest.layers[layer]
+    path = checkpoint.path / one.file
+    try:
+        return read_tensors(path, Written(one.bytes, one.sha256))
+    except TensorError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: dict[str, Any]) -> None:
+    if (folder / f"iteration-{iteration}").exists():
+        open_checkpoint(folder / f"iteration-{iteration}", identity)
+        return
+    saving = folder / f".saving-{iteration}"
+    saving.mkdir(parents=True, exist_ok=True)
+    unfinished = _numbered(folder, _SAVING)
+    for number in sorted(unfinished)[:-KEEP]:  # as where not all nodes see the same folder: none is ever complete
+        shutil.rmtree(unfinished[number], ignore_errors=True)
+    written: list[Path] = []
+    try:
+        for layer, state in layers.items():
+            note = saving / f"layer-{layer:04d}.json"
+            draft = saving / f".layer-{layer:04d}-{os.getpid()}"
+            done = write_tensors(draft, state)
+            # Named by its digest: a layer saved anew, after a failure, never changes a file that a note speaks of.
+            path = saving / f"layer-{layer:04d}-{done.sha256[:16]}.safetensors"
+            draft.replace(path)
+            _sync(saving)
+            written += [path, note]
+            one = Manifest(iteration=iteration, identity=identity, layers=(LayerFile(layer, path.name, *done),))
+            write_atomically(note, msgspec.json.encode(one))
+        _complete(folder, saving, iteration, identity)
+    except BaseException:
+        # Room on a full disk is worth more than half a checkpoint, unless another worker has just completed it.
+        for path in written:
+            path.unlink(missing_ok=True)
+        if not (folder / f"iteration-{iteration}").exists():
+            raise
+
+
+def _complete(folder: Path, saving: Path, iteration: int, identity: dict[str, Any]) -> None:
+    """Make it a checkpoint, once all layers are there. Several workers may be here at a time: one of them does it."""
+    files: list[LayerFile] = []
+    for layer in range(identity["layers"]):
+        note = saving / f"layer-{layer:04d}.json"
+        if not note.exists():
+            return
+        manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+        _require_same(note, manifest.identity, identity)
+        files += manifest.layers
+    whole = Manifest(iteration=iteration, identity=identity, layers=tuple(files))
+    write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
+    _sync(saving)
+    complete = folder / f"iteration-{iteration}"
+    saving.rename(complete)
+    _sync(folder)
+    _drop_unnamed(complete)
+    _sweep(folder, iteration)
+
+
+def _sweep(folder: Path, iteration: int) -> None:
+    """Remove what an older save left unfinished, and complete checkpoints beyond the newest few."""
+    complete = _numbered(folder, _COMPLETE)
+    old = [path for number, path in _numbered(folder, _SAVING).items() if number <= iteration]
+    for path in (*old, *(complete[number] for number in sorted(complete)[:-KEEP])):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        (path / MANIFEST).unlink(missing_ok=True)  # first: without it, what is left is no checkpoint
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _drop_unnamed(path: Path) -> None:
+    """Remove from a complete checkpoint the files of layers that were saved anew, and temporary ones.
+
+    A worker that is still writing one of them finds that the checkpoint is complete.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
+        named = {one.file for one in open_checkpoint(path).manifest.layers}
+        for file in path.iterdir():
+            if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
+                file.unlink(missing_ok=True)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return {number: path for number, path in _named(folder, pattern).items()
+            if pattern is _SAVING or (path / MANIFEST).exists()}
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    found = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            match = pattern.fullmatch(path.name)
+            if match:
+                found[int(match[1])] = path
+    return found
+
+
+def _require_same(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    differs = difference(theirs, ours)
+    if differs is not None:
+        raise CheckpointError(f"{source}: of another job: {differs}")
+
+
+def _sync(folder: Path) -> None:
+    """Have the folder's entries on the disk, where the system can do that."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

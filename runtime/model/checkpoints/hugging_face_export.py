@@ -1,0 +1,104 @@
+"""A folder that transformers' `from_pretrained` loads: config.json, and one safetensors file for each layer."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
+from runtime.model.layers.hugging_face.configuration import CONFIG, FAMILIES
+from runtime.model.layers.hugging_face.model import router_of, sample, small, transformers_config
+from runtime.model.layers.hugging_face.weights import INDEX
+from runtime.model.tensor_codec import read_tensors, write_tensors
+
+COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
+          "merges.txt", "chat_template.jinja", "generation_config.json")
+"""What lies beside the weights of a pretrained model, and is the same afterwards."""
+_OURS = ("torch_dtype", "use_cache", "attn_implementation", "experts_implementation")
+"""Keys that say how a model is run, or are written anew."""
+State = Callable[[int], Mapping[str, Tensor]]
+"""The parameters and buffers of a layer, by their names in it; without what belongs to another layer."""
+
+
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the model of a checkpoint. Raises CheckpointError where it is none of transformers, and OSError."""
+    document = checkpoint.manifest.identity.get("model.hugging_face")
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] hugging_face: its model.name is "
+                              f"{checkpoint.manifest.identity.get('model.name')!r}")
+
+    def state(layer: int) -> dict[str, Tensor]:
+        found = load(checkpoint, [layer])[layer]
+        return {name.removeprefix("model."): tensor for name, tensor in found.items() if name.startswith("model.")}
+
+    export(document, state, folder)
+
+
+def export(document: Mapping[str, Any], state: State, folder: Path, source: Path | None = None) -> None:
+    """Write a model whole, in the place of what is there, or nothing. Raises OSError.
+
+    `document` is its config.json, `source` the folder that it began with, whose tokenizer it keeps.
+    """
+    config = transformers_config(document, str(folder))
+    draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        files, bytes_, dtype = {}, 0, torch.float32
+        layers = config.num_hidden_layers + 2
+        for layer in range(layers):
+            name = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+            tensors = dict(_named(config, layer, state(layer)))
+            write_tensors(draft / name, tensors)
+            files.update(dict.fromkeys(tensors, name))
+            bytes_ += sum(tensor.nbytes for tensor in tensors.values())
+            dtype = next((tensor.dtype for tensor in tensors.values()), dtype)
+        index = {"metadata": {"total_size": bytes_}, "weight_map": dict(sorted(files.items()))}
+        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        described = {**{key: value for key, value in document.items() if key not in _OURS},
+                     "architectures": [type(sample(config, 0)).__name__], "dtype": str(dtype).removeprefix("torch.")}
+        (draft / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        for one in COPIED if source is not None else ():
+            if source is not None and (source / one).is_file():
+                shutil.copyfile(source / one, draft / one)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A layer's tensors by their names in the whole model's files."""
+    family, model = FAMILIES[config.model_type], sample(config, 0)
+    base = f"{model.base_model_prefix}."
+    if layer in (0, config.num_hidden_layers + 1):
+        for name, tensor in state.items():
+            yield name if name.startswith("lm_head.") else base + name, tensor
+        return
+    own = {name.removeprefix("layer."): tensor for name, tensor in state.items()}
+    one = f"{base}{family.decoders}.0."
+    for name, tensor in _one_by_one(config, layer - 1, own, one).items():
+        yield f"{base}{family.decoders}.{layer - 1}.{name}", tensor
+
+
+def _one_by_one(config: PreTrainedConfig, index: int, state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """A decoder layer's tensors as files have them: transformers writes experts one by one."""
+    model = sample(small(config, index), 0)
+    layer = getattr(model.base_model, FAMILIES[config.model_type].decoders)[0]
+    if router_of(layer) is None:
+        return state
+    layer.load_state_dict(state, assign=True)
+    with tempfile.TemporaryDirectory() as folder:
+        others = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()
+                  if not name.startswith(prefix)}
+        model.save_pretrained(folder, state_dict={
+            **others, **{prefix + name: tensor for name, tensor in layer.state_dict().items()}})
+        written = read_tensors(Path(folder) / "model.safetensors")
+    return {name.removeprefix(prefix): tensor for name, tensor in written.items() if name.startswith(prefix)}

@@ -1,0 +1,5 @@
+"""Runs what a worker holds.
+
+    slices            the slices that a worker runs, and their micro-batches in flight
+    forms             the shapes of what passes, found once; whether a model keeps its contract
+"""

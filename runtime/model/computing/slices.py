@@ -1,0 +1,274 @@
+"""What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from runtime.config import RunConfig
+from runtime.model.computing.forms import forms as forms
+from runtime.model.data.data import Microbatch as Microbatch
+from runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
+from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
+from runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
+from runtime.model.passed import TensorForm as TensorForm
+from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
+from runtime.model.seeds import seeding
+from runtime.model.state.holding import Holding
+from runtime.model.state.parts import Cut, Span
+from runtime.torch_private import run_backward
+from schedules.layers import LayerRange
+
+
+class _Held(NamedTuple):
+    """A micro-batch between F and I."""
+
+    value: Value
+    output: Value
+    added: Tensor | None
+    """To the loss, by these layers; the last slice's output has it already."""
+    work: WeightWork | None
+    scale: float
+    """Of its loss, where these layers add to it."""
+
+
+LossScale = Callable[[Microbatch], float]
+"""What a micro-batch's loss counts."""
+
+
+class SliceRunner:
+    """Runs a range of layers op by op; the layers belong to a holding.
+
+    Micro-batches may be run in any order; their tensors are kept under the micro-batch's name. Tensors given to it
+    (activations, gradients) are kept, not copied, until W: the caller must not write to them. What it returns is
+    contiguous, and may likewise be sent, not changed. What begins with layer 0 takes tokens, what ends with the last
+    layer ends in the loss.
+
+    Parameters
+    ----------
+    layers
+        Half-open range.
+    modules
+        The layers, among others.
+    loss_scale
+        Factor of each micro-batch's loss, or what gives it: 1 / micro-batches of the whole iteration, or a share of
+        its tokens, so that losses and gradients summed over all of them are means.
+    """
+
+    def __init__(self, layers: LayerRange, modules: Mapping[int, nn.Module], model: LayeredModel, *,
+                 loss_scale: float | LossScale, config: RunConfig) -> None:
+        self.layers = layers
+        self.first = layers[0] == 0
+        self.last = layers[1] == model.layers
+        self._calls = {layer: LayerCall(modules[layer]) for layer in range(*layers)}
+        self.reads_batch = self.first or self.last or any(call.takes_batch for call in self._calls.values())
+        """Whether F needs what belongs to the micro-batch."""
+        self._recomputed = recomputed_layers(config.training, model.layers)
+        self._loss_of = loss_call(model.loss)
+        self.loss_scale: LossScale = loss_scale if callable(loss_scale) else lambda _: loss_scale
+        self._model = model
+        self._config = config
+        self._held: dict[Microbatch, _Held] = {}
+        self._deferred: dict[Microbatch, WeightWork] = {}
+        self._losses: list[Tensor] = []
+        self.has_loss = self.last
+        """Whether it has added anything to the loss, ever."""
+
+    def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
+                split: bool) -> Value | None:
+        """F: the activation to send on; of the last slice None, and the loss is kept for `take_loss`.
+
+        `value` holds tokens for the first slice of a route, else the activation of the slice before; `target` the
+        tokens to be predicted, for the last one; `batch` all that belongs to the micro-batch, for layers that read it.
+        With `split` the backward comes as I and W, else as B.
+        """
+        assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
+        if not self.first:
+            value = changed(value, _leaf)
+        # Without an input gradient I has nothing to do: the first slice leaves the whole backward to W.
+        work: WeightWork | None = deque() if split and not self.first else None
+        with nullcontext() if work is None else deferring(work), adding_losses() as losses:
+            output = self._run_layers(microbatch, value, target, batch)
+        added = sum(losses[1:], losses[0]) if losses else None
+        scale = self.loss_scale(microbatch) if self.last or losses else 0.0
+        if self.last:
+            assert isinstance(output, Tensor)
+            output, added = output if added is None else output + added, None
+            self._losses.append(output.detach().double() * scale)
+        elif added is not None:
+            self._losses.append(added.detach().double() * scale)
+            self.has_loss = True
+        self._held[microbatch] = _Held(value, output, added, work, scale)
+        return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
+
+    def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
+        """B: the gradient for the slice before, None for the first slice."""
+        result = self.backward_input(microbatch, gradient)
+        self.backward_weight(microbatch)
+        return result
+
+    def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
+        """I: the gradient for the slice before, None for the first slice; frees all that W does not need.
+
+        `gradient` is that of the activation sent on, of a tuple those of its tensors that have one; None for the last
+        slice. After a forward without `split`, and for parameters that are not in a matrix product, the weights'
+        gradients are computed here already.
+        """
+        held = self._held.pop(microbatch)
+        if self.first:
+            self._deferred[microbatch] = deque([partial(_backward, held, gradient, held.scale)])
+            return None
+        _backward(held, gradient, held.scale)
+        self._deferred[microbatch] = deque() if held.work is None else held.work
+        if isinstance(held.value, Tensor):
+            return _gradient(held.value)
+        return tuple(_gradient(tensor) for tensor in held.value if has_gradient(tensor))
+
+    def backward_weight(self, microbatch: Microbatch) -> None:
+        """W: add the micro-batch's weight gradients to those of the holding."""
+        backward_weight(self._deferred.pop(microbatch))
+
+    def take_loss(self) -> Tensor:
+        """The scaled losses summed over the micro-batches run since the last call: float64 scalar."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self._model.device)
+        return torch.stack(losses).sum()
+
+    def discard(self) -> None:
+        """Forget all micro-batches in flight and the losses: the iteration did not happen."""
+        self._held.clear()
+        self._deferred.clear()
+        self._losses.clear()
+
+    def forget(self, microbatch: Microbatch) -> None:
+        """There will be no backward of a micro-batch whose F has been run."""
+        del self._held[microbatch]
+
+    def in_flight(self) -> int:
+        """Micro-batches whose tensors are held: those with an F and without a W or B."""
+        return len(self._held) + len(self._deferred)
+
+    def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
+        training, device = self._config.training, self._model.device
+        with autocast(training, device):
+            with seeding(device) as seed_generators:
+                for layer, call in self._calls.items():
+                    if layer in self._recomputed:
+                        value = self._run_recomputed(microbatch, layer, value, batch)
+                        continue
+                    seed_generators(layer_seed(training.seed, *microbatch, layer))
+                    value = call(value, batch)
+            if not self.last:
+                return value
+            assert target is not None, "the last slice needs the target tokens"
+            return self._loss_of(value, target, batch)
+
+    def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
+        """Run a layer of which nothing is kept but what it takes: its forward is run again before its backward."""
+        form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
+
+        def forward(*tensors: Tensor) -> Value:
+            with layer_randomness(seed, *microbatch, layer, device):
+                return call(of_form(form, tensors), batch)
+
+        result: Value = checkpoint(forward, *tensors_of(value), use_reentrant=False, preserve_rng_state=False)
+        return result
+
+
+class Slices:
+    """The slices that one worker runs or reduces, by their numbers, over the layers that it holds."""
+
+    def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *,
+                 loss_scale: float | LossScale, config: RunConfig) -> None:
+        self._holding = holding
+        self.layers = layers
+        """The half-open range of each slice."""
+        self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
+                        for number, one in layers.items()}
+
+    def weigh(self, loss_scale: LossScale) -> None:
+        """What losses count from now on."""
+        for runner in self.runners.values():
+            runner.loss_scale = loss_scale
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """All layers that are held."""
+        return self._holding.modules.values()
+
+    def summed(self, slice: int) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of a slice that the holding reduces by: `Holding.summed`."""
+        return self._holding.summed(self.layers[slice])
+
+    def cut(self, slice: int) -> Cut | None:
+        """How a slice's gradients are cut, where its optimizer's state is sharded."""
+        found = self._holding.cuts.get(self.layers[slice])
+        return found if found is not None and found.sharded else None
+
+    def copies(self, slice: int, own_rank: int) -> Mapping[Span, Tensor]:
+        """Where the sums of gradients of copies of others' parts are to come: `Holding.copies`."""
+        return self._holding.copies(self.layers[slice], own_rank)
+
+    def flat_parameters(self, own_rank: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
+        that this process stands for."""
+        return self._holding.flat_parameters(own_rank)
+
+    def arrived(self) -> None:
+        """The parameters of others have come after a step, which may be a guess."""
+        self._holding.arrived()
+
+    def gathered(self, iteration: int) -> None:
+        """They are as they should be after an iteration."""
+        self._holding.gathered(iteration)
+
+    @property
+    def shared(self) -> Iterable[str]:
+        """What layers share, by its first name."""
+        return self._holding.shared_gradients
+
+    def summed_shared(self, first: str) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of what layers share: `Holding.summed_shared`."""
+        return self._holding.summed_shared(first)
+
+    def take_loss(self) -> float:
+        """This worker's part of the mean loss since the last call."""
+        return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
+
+    def discard(self) -> None:
+        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+        for runner in self.runners.values():
+            runner.discard()
+        self._holding.zero_gradients()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """What another slice gave, as the input of this one."""
+    return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+
+
+def _backward(held: _Held, gradient: Value | None, loss_scale: float) -> None:
+    """The backward from what a slice gave and what it added to the loss, whose gradient is its scale."""
+    outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
+    gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
+    if held.added is not None:
+        outputs, gradients = [*outputs, held.added], [*gradients, torch.full_like(held.added, loss_scale)]
+    # What needs no gradient comes from layers without anything to train that pass nothing on.
+    found = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if not found:
+        return
+    outputs, gradients = map(list, zip(*found, strict=True))
+    if held.work is None:
+        run_backward(outputs, gradients)
+    else:
+        backward_input(outputs, gradients, held.work)

@@ -1,0 +1,9 @@
+"""What a run trains on.
+
+    data              text, cut into micro-batches; whose data they are
+    loss_weights      what each micro-batch counts in the loss
+    token_data        tokens, read epoch by epoch
+    token_file        files of tokens, mapped
+    tokenized_text    text as tokens
+    sample_order      the order of an epoch, computed and not kept
+"""

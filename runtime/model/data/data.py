@@ -1,0 +1,192 @@
+"""Text, cut deterministically into micro-batches: who asks, and when, does not matter."""
+
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from runtime.config import ConfigError, RunConfig, TrainingConfig
+from runtime.errors import first_line
+from runtime.model.data.token_data import TokenData
+from runtime.model.data.token_file import map_tokens
+from runtime.model.data.tokenized_text import tokenized
+from runtime.model.layers.hugging_face.configuration import vocabulary_of
+from runtime.model.microbatch import Microbatch as Microbatch
+from runtime.model.object_reference import load_reference
+from runtime.model.passed import TensorForm, TupleForm, form_of
+from runtime.model.seeds import derive_seed
+
+LIBRARY_BYTES = 4 * 2**20
+"""How much of the standard library's sources is read."""
+_KEY = re.compile(r"training\.(text|tokens|data)\b")
+"""What data are called in errors."""
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text as bytes, and the seed by which it is cut."""
+
+    text: Tensor
+    """uint8 [bytes]."""
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text: workers that train together must agree on it."""
+        return hashlib.sha256(self.text.numpy().data).hexdigest()
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU."""
+        generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
+        starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
+        window = self.text[starts + torch.arange(context + 1)].long()
+        return window[:, :-1], window[:, 1:]
+
+
+class Data(Protocol):
+    """What the runtime asks of data: the same micro-batch for the same name, on every worker, at any time."""
+
+    @property
+    def digest(self) -> str:
+        """A text that differs where the data do: workers that train together must agree on it."""
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """What layer 0 takes, what the loss compares with, and what else layers may read, on the CPU.
+
+        All micro-batches have the same shapes. A named tuple lets layers read by name.
+        """
+
+
+def knows_costs(data: Data) -> bool:
+    """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
+    return callable(getattr(data, "costs", None))
+
+
+def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
+    """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
+
+    Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
+    """
+    if config.training.data is not None:
+        return _own(config, config.training.data)
+    if config.training.tokens is not None or config.training.tokenizer is not None:
+        return _tokens(config, microbatches)
+    path = config.training.text
+    text = _library() if path is None else _file(Path(path))
+    needed = config.model.context + 1
+    if text.size < needed:
+        source = "not given, and the standard library's sources are" if path is None else f"{path!r},"
+        raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
+                          "one more than model.context")
+    return Corpus(torch.from_numpy(text), config.training.seed)
+
+
+def _own(config: RunConfig, name: str) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
+    make = load_reference("training.data", name)
+    try:
+        data: Data = make(config)
+        digest: object = data.digest
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
+                          ) from error
+    if not isinstance(digest, str):
+        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
+    return data
+
+
+def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
+    """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
+    training = config.training
+    if training.evaluate_every is None:
+        return None
+    asked = replace(training, text=training.validation_text, tokens=training.validation_tokens,
+                    data=training.validation_data, tokenizer=training.tokenizer if training.validation_text else None,
+                    shuffle=False)
+    try:
+        return load_corpus(replace(config, training=asked), microbatches)
+    except ConfigError as error:
+        raise ConfigError(_KEY.sub(r"training.validation_\1", str(error))) from None
+
+
+def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
+    """Whether the parameters are evaluated after this iteration's step."""
+    return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
+
+
+def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
+    training, vocabulary = config.training, vocabulary_of(config.model)
+    if training.tokens is not None:
+        source = f"training.tokens is {training.tokens!r}"
+        tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
+    else:
+        assert training.text is not None and training.tokenizer is not None
+        source = f"training.text is {training.text!r}"
+        tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
+    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
+                     seed=training.seed, shuffle=training.shuffle)
+
+
+def batch_form(config: RunConfig) -> TupleForm:
+    """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
+    training, context = config.training, config.model.context
+    if training.data is None:
+        return TupleForm((TensorForm((training.batch, context), torch.int64),) * 2)
+    given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
+        kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""
+        raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
+                          "a tuple of tensors: what layer 0 takes, what the loss compares with, what layers read "
+                          "besides")
+    form = form_of(given)
+    assert isinstance(form, TupleForm)
+    return form
+
+
+def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
+    if not path.is_file():
+        reason = "which is not a file" if path.exists() else "which does not exist"
+        raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, np.uint8)
+        return np.memmap(path, np.uint8, mode="c")
+    except OSError as error:
+        raise ConfigError(f"training.text is {str(path)!r}, which cannot be read: {error.strerror}") from None
+
+
+def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The first bytes of the standard library's sources, in the order of their paths."""
+    text = bytearray()
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _sources(root) if root.is_dir() else ():  # some Pythons come without sources
+        text += path.read_bytes()
+        if len(text) >= LIBRARY_BYTES:
+            break
+    return np.frombuffer(text[:LIBRARY_BYTES], np.uint8)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python sources below a folder: its files, then its folders, each in the order of their names."""
+    folders = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(Path(entry.path))
+        elif entry.name.endswith(".py") and entry.is_file():
+            yield Path(entry.path)
+    for folder in folders:
+        if folder.name not in _NOT_LIBRARY:
+            yield from _sources(folder)

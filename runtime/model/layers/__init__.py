@@ -1,0 +1,17 @@
+"""Models as lists of layers.
+
+    layered_model     what the runtime asks of a model
+    unfilled          layers that are built to be filled with somebody's state
+    calling           what a layer is given, and what it may add to the loss
+    split             the backward in two: I and W
+    sharing           parameters that several layers share
+    cross_entropy     the loss of language models, a few rows of logits at a time
+    gpt               the GPT that comes with the package
+    worker_group      the process group of a worker's ranks, for layers
+    tensor_parallel   collectives in it that a backward goes through
+    shards            what a rank has of a layer, and the whole of it
+    gpt_parallel      the GPT's layers as one of several processes of a worker has them
+    distributed_tensors  layers that torch's parallelize_module has cut
+    hugging_face/     decoder models of transformers, by name
+    flops             operations of a model's training, counted
+"""

@@ -1,0 +1,77 @@
+"""Cross entropy of the next token, a few rows of logits at a time: of logits in bfloat16, no whole float32 copy exists.
+
+Shapes: N tokens of a micro-batch, V vocabulary, or of it what a rank of the worker has.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.model.layers.worker_group import WorkerGroup
+
+IGNORED = -100
+"""A target that does not count, as in torch's own cross entropy."""
+CHUNK = 2**25
+"""Logits at a time: enough to keep a device busy, 128 MiB in float32."""
+
+
+def cross_entropy(logits: Tensor, target: Tensor, group: WorkerGroup | None = None, chunk: int = CHUNK) -> Tensor:
+    """The mean over the tokens that count; a scalar, computed in float32 or better.
+
+    Parameters
+    ----------
+    logits
+        [..., V]; with a group, each rank's part of the vocabulary, in the order of the ranks.
+    target
+        [...], token numbers or `IGNORED`.
+    """
+    found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.flatten(0, -2), target.flatten(), group, max(1, chunk // logits.shape[-1]))
+    return found
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: WorkerGroup | None, rows: int) -> Tensor:
+        kind = torch.promote_types(logits_NV.dtype, torch.float32)
+        counted_N = target_N != IGNORED
+        place_N = target_N.where(counted_N, 0)
+        mine_N = counted_N
+        if group is not None:
+            known = logits_NV.shape[1]
+            place_N = place_N - group.rank() * known
+            mine_N = counted_N & (place_N >= 0) & (place_N < known)
+            place_N = place_N.where(mine_N, 0)
+        highest_N = logits_NV.amax(-1).to(kind)
+        if group is not None:
+            torch.distributed.all_reduce(highest_N, torch.distributed.ReduceOp.MAX, group)
+        sums_2N = torch.empty(2, len(logits_NV), dtype=kind, device=logits_NV.device)
+        for some in _chunks(len(logits_NV), rows):
+            shifted_CV = logits_NV[some].to(kind) - highest_N[some, None]
+            sums_2N[1, some] = shifted_CV.gather(1, place_N[some, None]).squeeze(1) * mine_N[some]
+            sums_2N[0, some] = shifted_CV.exp_().sum(-1)
+        if group is not None:
+            torch.distributed.all_reduce(sums_2N, group=group)
+        total_N, found_N = sums_2N
+        count = counted_N.sum()
+        ctx.save_for_backward(logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count)
+        ctx.rows = rows
+        loss: Tensor = ((total_N.log() - found_N) * counted_N).sum() / count
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
+        """Of each logit its share of the softmax, less 1 at the target."""
+        logits_NV, highest_N, total_N, place_N, mine_N, counted_N, count = ctx.saved_tensors
+        gradient_NV = torch.empty_like(logits_NV)
+        weight_N = counted_N * (scale / count)
+        for some in _chunks(len(logits_NV), ctx.rows):
+            share_CV = (logits_NV[some].to(highest_N.dtype) - highest_N[some, None]).exp_().div_(total_N[some, None])
+            share_CV.scatter_add_(1, place_N[some, None], -mine_N[some, None].to(share_CV.dtype))
+            gradient_NV[some] = share_CV.mul_(weight_N[some, None])
+        return gradient_NV, None, None, None
+
+
+def _chunks(length: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]

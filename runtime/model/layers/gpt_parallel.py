@@ -1,0 +1,164 @@
+"""The tensor-parallel form of the GPT: each layer as one of the ranks of a worker has it.
+
+Between layers a rank has its part of the sequence (sequence parallelism), and within them its heads, its part of the
+MLP and of the vocabulary. The numbers, and the names of parameters, are those of the layers in
+`runtime.model.layers.gpt`.
+
+Shapes as there; R ranks, S = T / R tokens of a rank's part of the sequence, N = H / R heads of a rank.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from runtime.config import ConfigError, ModelConfig
+from runtime.model.layers.cross_entropy import cross_entropy
+from runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
+from runtime.model.layers.shards import Shard, Shards, cut_parameters
+from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
+from runtime.model.layers.worker_group import WorkerGroup, worker_group
+
+_ROWS, _COLUMNS = Shard(0), Shard(1)
+_QKV = Shard(0, blocks=3)
+
+
+class ParallelEmbedding(nn.Module):
+    """A part of the vocabulary, and the positions of a part of the sequence."""
+
+    shards: ClassVar[Shards] = {"tokens.weight": _ROWS, "positions.weight": _ROWS}
+
+    def __init__(self, whole: Embedding, group: WorkerGroup) -> None:
+        super().__init__()
+        self.group, self.dropout = group, whole.dropout.p
+        self.tokens, self.positions = whole.tokens, whole.positions
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Tokens [B, T] to this rank's features [B, S, C]."""
+        known = self.tokens.weight.shape[0]
+        local_BT = tokens_BT - self.group.rank() * known
+        mine_BT = (local_BT >= 0) & (local_BT < known)
+        partial_BTC = functional.embedding(local_BT.where(mine_BT, 0), self.tokens.weight) * mine_BT.unsqueeze(-1)
+        x_BSC = sum_parts(partial_BTC, 1, self.group) + self.positions.weight
+        return _dropped(x_BSC, 1, self.dropout, self)
+
+
+class ParallelAttention(nn.Module):
+    """Some of the heads."""
+
+    def __init__(self, whole: Attention, group: WorkerGroup) -> None:
+        super().__init__()
+        self.group, self.heads, self.dropout = group, whole.heads // group.size(), whole.dropout
+        self.qkv, self.out = whole.qkv, whole.out
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Features [B, T, C] to what these heads add to them, [B, T, C], without the bias."""
+        qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
+        q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.dropout and self.training:
+            y_BNTK = self._attend(q_BNTK, k_BNTK) @ v_BNTK
+        else:
+            y_BNTK = functional.scaled_dot_product_attention(q_BNTK, k_BNTK, v_BNTK, is_causal=True)
+        return functional.linear(y_BNTK.transpose(1, 2).flatten(2), self.out.weight)
+
+    def _attend(self, q_BNTK: Tensor, k_BNTK: Tensor) -> Tensor:
+        """The weights [B, N, T, T] of attention, some dropped: those that one process would drop.
+
+        A fused kernel draws by the place of an element among the heads that it is given, and takes no other.
+        """
+        scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
+        ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+        return _dropped(scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1), 1, self.dropout, self)
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP, whose products are cut over the ranks; norms and biases on a part of the sequence."""
+
+    shards: ClassVar[Shards] = {"attention.qkv.weight": _QKV, "attention.qkv.bias": _QKV,
+                                "attention.out.weight": _COLUMNS, "up.weight": _ROWS, "up.bias": _ROWS,
+                                "down.weight": _COLUMNS}
+
+    def __init__(self, whole: Block, group: WorkerGroup) -> None:
+        super().__init__()
+        self.group, self.dropout = group, whole.dropout.p
+        self.attention_norm, self.mlp_norm = whole.attention_norm, whole.mlp_norm
+        self.attention = ParallelAttention(whole.attention, group)
+        self.up, self.down = whole.up, whole.down
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """Features [B, S, C] of a part of the sequence to features [B, S, C]."""
+        norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
+            self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
+            self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
+        y_BTC = self.attention(self._normed(x_BSC, norm, bias))
+        x_BSC = x_BSC + _dropped(sum_parts(y_BTC, 1, self.group) + out_bias, 1, self.dropout, self)
+        y_BTC = functional.linear(functional.gelu(self.up(self._normed(x_BSC, mlp_norm, mlp_bias))), self.down.weight)
+        return x_BSC + _dropped(sum_parts(y_BTC, 1, self.group) + down_bias, 1, self.dropout, self)
+
+    def _normed(self, x_BSC: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Features of the whole sequence [B, T, C], normed."""
+        return gather_parts(functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias), 1, self.group)
+
+
+class ParallelHead(nn.Module):
+    """The logits of a part of the vocabulary."""
+
+    shards: ClassVar[Shards] = {"logits.weight": _ROWS}
+
+    def __init__(self, whole: Head, group: WorkerGroup) -> None:
+        super().__init__()
+        self.group, self.norm, self.logits = group, whole.norm, whole.logits
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """Features [B, S, C] of a part of the sequence to logits [B, T, V / R]."""
+        weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
+        normed_BSC = functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias)
+        logits_BTV: Tensor = self.logits(gather_parts(normed_BSC, 1, self.group))
+        return logits_BTV
+
+
+_FORMS: Mapping[type[nn.Module], Any] = {Embedding: ParallelEmbedding, Block: ParallelBlock, Head: ParallelHead}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGPT(GPT):
+    """A `LayeredModel` of one rank: the layers of a GPT, cut over the ranks of a worker."""
+
+    group: WorkerGroup
+
+    def build(self, layer: int) -> nn.Module:
+        """Make what this rank has of a layer. Raises IndexError when there is no such layer."""
+        whole = GPT.build(self, layer)
+        form = _FORMS[type(whole)]
+        cut_parameters(whole, form.shards, self.group)
+        module: nn.Module = form(whole, self.group)
+        return module
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """As `GPT.loss`, of the logits [B, T, V / R] of each rank."""
+        return cross_entropy(output, target, self.group)
+
+
+def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
+    """The GPT, or what a rank of a worker has of it. Raises ConfigError where it cannot be cut evenly."""
+    group = worker_group()
+    if group is None:
+        return GPT(config, seed, dtype, device)
+    for name in ("heads", "context", "vocabulary"):
+        if getattr(config, name) % group.size():
+            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected a multiple of "
+                              f"training.tensor_parallel, {group.size()}")
+    return ParallelGPT(config, seed, dtype, device, group)
+
+
+def _dropped(x: Tensor, dim: int, dropout: float, module: nn.Module) -> Tensor:
+    """Dropout on this rank's part, along a dimension, of what one process would have: what that would drop."""
+    group = module.group
+    if not dropout or not module.training or not isinstance(group, WorkerGroup):
+        return x
+    whole = torch.Size(size * group.size() if at == dim else size for at, size in enumerate(x.shape))
+    return x * part_of(functional.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), dropout), dim, group)

@@ -1,0 +1,135 @@
+"""transformers' own modules as layers: embedding, each decoder layer, norm and head.
+
+Positions and masks are made from the micro-batch, where data give `position_ids` or `attention_mask`; else tokens stand
+one after the other, and attention is causal. Where routers balance the load of experts, their counts pass from layer to
+layer, since transformers takes that loss of the means over all layers.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from runtime.model.layers.calling import Batch
+
+
+class Routed(NamedTuple):
+    """Features [B, T, C], and what the routers of the layers so far have done."""
+
+    features: Tensor
+    chosen: Tensor
+    """int64 [k, E]: how many tokens have each expert as their first, second, ... choice, over the layers so far."""
+    wanted: Tensor
+    """float32 [E]: the sum of the probabilities of each expert."""
+
+
+class Embedding(nn.Module):
+    """Tokens to features."""
+
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self._names = tuple(parts)
+
+    def forward(self, tokens: Tensor, batch: Batch) -> Tensor:
+        """Tokens [B, T] to features [B, T, C]."""
+        of_tokens, *more = (self.get_submodule(name) for name in self._names)
+        features: Tensor = of_tokens(tokens)
+        if more:
+            of_positions, drop = more
+            features = drop(features + of_positions(_positions(tokens, batch)))
+        return features
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rotary = rotary
+        self._config = config
+        self._mask = create_sliding_window_causal_mask if _slides(config, index) else create_causal_mask
+        self._balances = bool(getattr(config, "output_router_logits", False))
+
+    def forward(self, given: Tensor | Routed, batch: Batch) -> Tensor | Routed:
+        """Features, with what routers have done, to the same."""
+        features = given if isinstance(given, Tensor) else given[0]
+        position_ids, padding = getattr(batch, "position_ids", None), getattr(batch, "attention_mask", None)
+        more: dict[str, Any] = {}
+        if self.rotary is not None:
+            more["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
+        mask = self._mask(config=self._config, inputs_embeds=features, attention_mask=padding, past_key_values=None,
+                          position_ids=position_ids)
+        logits: list[Tensor] = []
+        router = router_of(self.layer) if self._balances else None
+        hook = None if router is None else router.register_forward_hook(
+            lambda _, __, output: logits.append(output[0]))
+        try:
+            features = self.layer(features, attention_mask=mask, position_ids=position_ids, use_cache=False, **more)
+        finally:
+            if hook is not None:
+                hook.remove()
+        if not logits:
+            return features if isinstance(given, Tensor) else Routed(features, *given[1:])
+        return self._routed(features, logits[0], padding, None if isinstance(given, Tensor) else given)
+
+    def _routed(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> Routed:
+        """Add what this layer's router has done, as `load_balancing_loss_func` of transformers counts it."""
+        experts, top = logits.shape[-1], self._config.num_experts_per_tok
+        weights = logits.softmax(-1)
+        best = functional.one_hot(weights.topk(top, -1).indices, experts)
+        probabilities = weights.float()
+        if padding is not None:
+            counts = padding.reshape(-1).bool()
+            best, probabilities = best * counts[:, None, None], probabilities * counts[:, None]
+        chosen, wanted = best.sum(0), probabilities.sum(0)
+        return Routed(features, chosen, wanted) if given is None else \
+            Routed(features, given[1] + chosen, given[2] + wanted)
+
+
+class Head(nn.Module):
+    """Features to the logits of the next token."""
+
+    def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, norm)
+        self.lm_head = lm_head
+        self._norm = name
+
+    def forward(self, given: Tensor | Routed) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [B, T, V]; where routers balance the load, with their loss."""
+        features = given if isinstance(given, Tensor) else given[0]
+        logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
+        return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
+
+
+def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
+    """Experts x the sum over them of their share of tokens x their mean probability, over all layers.
+
+    Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4 to 6, as transformers has it.
+    """
+    rows = (chosen.sum() // chosen.shape[0]).float()
+    return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
+
+
+def router_of(layer: nn.Module) -> nn.Module | None:
+    """The router of a decoder layer with experts."""
+    mlp = getattr(layer, "mlp", None)
+    return getattr(mlp, "gate", None) if hasattr(mlp, "experts") else None
+
+
+def _slides(config: PreTrainedConfig, index: int) -> bool:
+    """Whether a layer's tokens see no further than a window."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
+
+
+def _positions(of: Tensor, batch: Batch) -> Tensor:
+    """[B or 1, T]."""
+    given = getattr(batch, "position_ids", None)
+    return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

@@ -1,0 +1,67 @@
+"""Pretrained safetensors: the tensors of one layer are read from whichever files have them, and nothing else is."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from runtime.config import ConfigError
+from runtime.model.layers.hugging_face.configuration import KEY, Family
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Weights:
+    """The tensors of a folder, by their names. Raises ConfigError where it has none that can be read."""
+
+    def __init__(self, folder: Path, family: Family) -> None:
+        self._folder = folder
+        self._wrong = f"{KEY} is {str(folder)!r}"
+        self._decoder = re.compile(rf"(?:^|\.){family.decoders}\.(\d+)\.(.+)$")
+        self._files = self._index()
+
+    def decoder(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a decoder layer, by their names within it."""
+        names = {name: match[2] for name in self._files
+                 if (match := self._decoder.search(name)) and int(match[1]) == index}
+        return {names[name]: tensor for name, tensor in self._read(names).items()}
+
+    def others(self, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+        """Tensors outside the decoder layers: for each name the first of its names in the files that is there."""
+        outside = [name for name in self._files if not self._decoder.search(name)]
+        found = {}
+        for name, endings in wanted.items():
+            source = next((one for ending in endings for one in outside if f".{one}".endswith(f".{ending}")), None)
+            if source is None:
+                raise ConfigError(f"{self._wrong}: its files have no tensor {endings[0]!r}")
+            found[name] = self._read([source])[source]
+        return found
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor."""
+        try:
+            if (self._folder / INDEX).exists():
+                files = json.loads((self._folder / INDEX).read_bytes())["weight_map"]
+                return {str(name): str(file) for name, file in files.items()}
+            with safe_open(self._folder / SINGLE, "pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self._wrong}: its weights cannot be read ({' '.join(str(error).split())}); expected "
+                              f"{SINGLE} or {INDEX}; for random weights, name the config.json itself") from None
+
+    def _read(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._files[name], []).append(name)
+        found = {}
+        try:
+            for path, here in by_file.items():
+                with safe_open(self._folder / Path(path).name, "pt") as file:
+                    found.update({name: file.get_tensor(name) for name in here})
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self._wrong}: {' '.join(str(error).split())}") from None
+        return found

@@ -1,0 +1,101 @@
+"""Collectives over the ranks of a worker that a backward goes through, for tensor-parallel layers.
+
+They come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv 1909.08053; sequence parallelism:
+Korthikanti et al., arXiv 2205.05198).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from runtime.model.layers.shards import gathered, in_parts
+from runtime.model.layers.worker_group import WorkerGroup
+
+
+def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    """The parts of all ranks, one after the other along a dimension; backward: `sum_parts`."""
+    result: Tensor = _GatherParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    """This rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
+    result: Tensor = _SumParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_ranks(tensor: Tensor, group: WorkerGroup) -> Tensor:
+    """The sum over all ranks, which all have; backward: each has the gradient of the sum."""
+    result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def for_all_ranks(group: WorkerGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Parameters that all ranks have and each uses on its part of the data; backward: gradients summed over all."""
+    result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+def part_of(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    """This rank's part of what all ranks have; nothing is sent."""
+    return in_parts(tensor, dim, group.size()).select(dim, group.rank())
+
+
+def _gather(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    return gathered(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    parts = in_parts(tensor, dim, group.size()).movedim(dim, 0).contiguous()
+    found = torch.empty_like(parts[0])
+    distributed.reduce_scatter_single(found, parts, group=group)
+    return found
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(gradient, ctx.dim, ctx.group), None, None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _sum(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.dim, ctx.group), None, None
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: WorkerGroup) -> Tensor:  # noqa: ARG004
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class _ForAllRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: WorkerGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(total, group=ctx.group)
+        parts = torch.split(total, [gradient.numel() for gradient in gradients])
+        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))

@@ -1,0 +1,131 @@
+"""What a process holds that stands for several ranks of its worker, where workers keep parts of optimizer states.
+
+Each of these ranks has a holding of its own (`runtime.model.ranks.rank_parts`): what it keeps of its shards' state, cut
+as at any rank (`runtime.model.state.parts`). So others exchange parts with it as with the rank itself. The layers that
+compute have all of these shards in one. Gradients go to the ranks before they are summed, and parameters come back
+after a step: nothing is in both places for longer than it takes to get there.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.layers.shards import shards_of
+from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from runtime.model.ranks.rank_optimizers import RankOptimizers
+from runtime.model.ranks.rank_parts import RankParts
+from runtime.model.state.holding import Holding, gradient_dtype
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import trained
+from runtime.model.state.parts import Cut, Span
+from schedules.layers import LayerRange
+
+
+class RankHolding(Holding):
+    """Layers that compute, which `ranks`, ascending, step together; it has their gradients and parameters only."""
+
+    def __init__(self, config: TrainingConfig, ranks: Sequence[RankParts], sharing: Sharing = NOTHING_SHARED) -> None:
+        self._ranks = ranks
+        super().__init__({}, config, sharing)
+
+    def join(self, modules: Mapping[int, nn.Module]) -> None:
+        """Hold exactly these layers, which each rank holds; its parameters are as they should be."""
+        self.modules, self.cuts = dict(sorted(modules.items())), self._ranks[0].cuts
+        self._sharing.tie(self.modules)
+        self.optimizer = self._build(self.modules)
+        self.reduce_by(self.cuts)
+        self.arrived()
+
+    def reduce_by(self, ranges: Iterable[LayerRange]) -> None:  # noqa: ARG002  # the ranks have flat ones then
+        """Gradients are zero, and of each parameter by itself."""
+        self.shared_gradients = {str(first): [] for first, _ in self._sharing.held(self.modules)}
+        for parameter in self.parameters().values():
+            parameter.grad = None
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """Start the next sum of gradients; the ranks have none any more."""
+        for one in self._ranks:
+            one.zero_gradients()
+        for parameter in self.parameters().values():
+            if parameter.requires_grad and parameter.grad is None:
+                kind = gradient_dtype(self._config) or parameter.dtype
+                if kind != parameter.dtype:
+                    parameter.grad_dtype = kind
+                parameter.grad = torch.zeros_like(parameter, dtype=kind)
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @property
+    def part_optimizers(self) -> Sequence[PartOptimizer]:
+        """Of each rank."""
+        return [optimizer for one in self._ranks for optimizer in one.part_optimizers]
+
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Those of a rank, counted from 0."""
+        return self._ranks[own_rank].flat_parameters()
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """Those of a rank, counted from 0."""
+        return self._ranks[own_rank].copies(layers)
+
+    def arrived(self) -> None:
+        """The ranks have all elements of their parameters: compute with these. Also with what is not trained."""
+        assert all(one.has_parameters for one in self._ranks), "they have come to all ranks"
+        for layer, module in self.modules.items():
+            shards, states = shards_of(module), [one.modules[layer].state_dict() for one in self._ranks]
+            for name, own in module.state_dict().items():
+                found = [state[name] for state in states]
+                own.copy_(found[0] if name not in shards else shards[name].joined(torch.stack(found)))
+        for one in self._ranks:
+            one.drop_parameters()
+        super().arrived()
+
+    def give_parameters(self) -> None:
+        """To each rank, as that has them; what it keeps may be older, after an undone step, and stays as it is."""
+        for own_rank, one in enumerate(self._ranks):
+            one.take_parameters()
+            for layer, module in self.modules.items():
+                shards = shards_of(module)
+                for name, parameter in trained(one.modules[layer]).items():
+                    mine = module.get_parameter(name).detach()
+                    parameter.detach().copy_(
+                        mine if name not in shards else shards[name].cut(mine, own_rank, len(self._ranks)))
+        for optimizer in self.part_optimizers:
+            optimizer.write()
+            optimizer.write_copies()
+
+    @contextmanager
+    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
+        """The gradients of a range at each rank, to be summed in place, by which it steps."""
+        by_rank = [one.take_gradients(layers) for one in self._ranks]
+        for layer in range(*layers):
+            for name, parameter in self.modules[layer].named_parameters():
+                if parameter.grad is not None and not self._sharing.is_shared(layer, name):
+                    self._give_gradient(layer, name)
+        yield by_rank
+
+    @contextmanager
+    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
+        """As `summed`, of a parameter that layers share, by its first name."""
+        by_rank = [one.take_shared_gradients(first) for one in self._ranks]
+        self._give_gradient(*next(mine for place, (mine, *_) in self._sharing.held(self.modules)
+                                  if str(place) == first))
+        yield by_rank
+
+    def _give_gradient(self, layer: int, name: str) -> None:
+        """That of a parameter to each rank, as that has it; here it is no more."""
+        module = self.modules[layer]
+        parameter, shard = module.get_parameter(name), shards_of(module).get(name)
+        assert parameter.grad is not None
+        for rank, one in enumerate(self._ranks):
+            theirs = one.modules[layer].get_parameter(name).grad
+            assert theirs is not None
+            theirs.copy_(parameter.grad if shard is None else shard.cut(parameter.grad, rank, len(self._ranks)))
+        parameter.grad = None
+
+    def _build(self, modules: Mapping[int, nn.Module]) -> RankOptimizers:  # noqa: ARG002  # they have those
+        return RankOptimizers(self.part_optimizers)

@@ -1,0 +1,78 @@
+"""What a process keeps of optimizer states as one of the ranks that it stands for.
+
+Parameters and gradients are those of the layers that compute (`runtime.model.ranks.rank_holding`). As the rank has
+them, flat and one after the other, they are here only on their way: gradients from their sum until they have been
+stepped by, parameters from a step until those of other workers have come.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from torch import Tensor
+
+from runtime.model.state.holding import Holding
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.parts import Cut
+from schedules.layers import LayerRange
+
+
+class RankParts(Holding):
+    """The holding of such a rank: `runtime.model.ranks.rank_holding` says when it has what."""
+
+    separate: ClassVar[bool] = True
+
+    def reduce_by(self, ranges: Iterable[LayerRange]) -> None:  # noqa: ARG002  # what is asked for has gradients
+        """From now on, there are no gradients."""
+        self._gradients, self.shared_gradients = {}, {}
+        for parameter in self.parameters().values():
+            parameter.grad = None
+
+    def zero_gradients(self) -> None:
+        """There are none any more."""
+        self.reduce_by(())
+
+    def take_gradients(self, layers: LayerRange) -> list[Tensor]:
+        """Gradients of a range, as `gradients`, which are zero; there are none until then."""
+        self._gradients[layers] = self._zero_gradients(layers)
+        return self._gradients[layers]
+
+    def take_shared_gradients(self, first: str) -> list[Tensor]:
+        """Of a parameter that layers share, by its first name."""
+        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
+        self.shared_gradients[first] = self._zero_shared_gradients(mine)
+        return self.shared_gradients[first]
+
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """To be gathered: from now on, parameters are here, and those that are kept are right."""
+        self.take_parameters()
+        self._parts.write()
+        return super().flat_parameters(own_rank)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether they are here, if there are any."""
+        return self._parts.writes or not self.modules
+
+    def take_parameters(self) -> None:
+        """Have parameters, whatever they are, if there are none."""
+        if self.has_parameters:
+            return
+        self._flatten_parameters()
+        for parameter in self._trained():
+            parameter.data = parameter.detach().contiguous()
+        self._parts.writes = True
+
+    def drop_parameters(self) -> None:
+        """Have none any more; their shapes stay."""
+        self._flat_parameters = {}
+        for parameter in self._trained():
+            parameter.data = parameter.detach().new_empty(()).expand(parameter.shape)
+        self._parts.writes = False
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters().values() if parameter.requires_grad]
+
+    @property
+    def _parts(self) -> PartOptimizer:
+        assert isinstance(self.optimizer, PartOptimizer)
+        return self.optimizer

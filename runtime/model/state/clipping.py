@@ -1,0 +1,45 @@
+"""What the gradients of the whole model say about a step: how far to scale it down, or not to make it."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from runtime.config import TrainingConfig
+
+CHUNK = 2**22
+"""Elements of a gradient that are in float64 at a time: 32 MiB."""
+
+
+def squares_of(gradient: Tensor) -> Tensor:
+    """The sum of squares, in float64; no whole copy of the gradient is made."""
+    flat = gradient.detach().reshape(-1)
+    sums = [chunk.double().square().sum() for chunk in torch.split(flat, CHUNK)]
+    return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
+
+
+def watches_gradients(config: TrainingConfig) -> bool:
+    """Whether a step depends on the gradients of other stages."""
+    return config.clip_norm is not None or config.skip_nonfinite
+
+
+def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
+    """What to multiply all gradients by; None: make no step.
+
+    `squares` are the sums of squares of each layer's gradients (`UndoableOptimizer.squares`). Their sum is rounded
+    once, so that neither their order nor who holds which layer matters: all workers come to the same bits.
+    """
+    norm = math.sqrt(_total(squares))
+    if config.skip_nonfinite and not math.isfinite(norm):
+        return None
+    if config.clip_norm is None or norm <= config.clip_norm:
+        return 1.0
+    return config.clip_norm / norm
+
+
+def _total(squares: Iterable[float]) -> float:
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf

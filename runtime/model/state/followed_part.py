@@ -1,0 +1,123 @@
+"""Parts of layers that another worker keeps, on their way here while it trains.
+
+Of a part with optimizer state the state comes once, and then the gradients of each step. It is a whole part of whoever
+sends it, and stepped by itself, as there: the ends of a vector are computed otherwise than its middle, so that steps
+of other spans would not end in the same bits. Of a part without state, the parameters come anew after each step.
+
+What follows lies in host memory, as plans leave no room for it on a device. Each tensor is stepped by itself on the
+device that computes, as CPUs would not end in the same bits: only one at a time is there.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from runtime.model.state.parameter_groups import grouped
+from runtime.model.state.part_state import PartState, name_of, trained
+from runtime.model.state.undoable_steps import UndoableSteps
+
+HOST = torch.device("cpu")
+
+
+class FollowedPart(Protocol):
+    """What has come of a part until now."""
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """The sender has stepped: what it sends of that. Raises ValueError where that does not fit."""
+
+    def go_back(self, committed: int) -> None:
+        """Be as it is after an iteration: the last one, or the one before."""
+
+    def state(self) -> PartState:
+        """The part; the tensors themselves."""
+
+
+class SteppedPart(UndoableSteps):
+    """With the optimizer's state. `module` is the layer, of which nothing is changed."""
+
+    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
+        parameters = trained(module)
+        self._device = next(module.parameters()).device
+        names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
+        self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
+        self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(HOST, copy=True))
+                        for key in names if key.startswith("model.")}
+        groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
+        pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
+        super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
+        for key, name in names.items():
+            kind, slot, *_ = key.split(".")
+            if kind == "optimizer":
+                self.states[self._pieces[name]][slot] = part.tensors[key].to(HOST, copy=True)
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `FollowedPart.follow`: these are gradients, as they were stepped by."""
+        if {name: one.shape for name, one in tensors.items()} != {
+                name: one.shape for name, one in self._pieces.items()}:
+            raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
+        for name, piece in self._pieces.items():
+            piece.grad = tensors[name].to(HOST, piece.dtype)
+        self.step(iteration)
+        for piece in self._pieces.values():
+            piece.grad = None
+
+    def _make_step(self, factor: float) -> None:
+        assert factor == 1.0, "what comes are the gradients that were stepped by"
+        stepped = self._stepped()
+        self._save(stepped)
+        gradients = [piece.grad for piece in stepped]
+        for piece in stepped:
+            piece.grad = None
+        for piece, gradient in zip(stepped, gradients, strict=True):
+            if gradient is not None:
+                self._step_on_device(piece, gradient)
+
+    def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
+        """Step one tensor; what is live stays in the same host memory."""
+        parameter, slots = piece.data, self.tensors_of(piece)
+        piece.data = parameter.to(self._device)
+        for slot, value in slots.items():
+            self.states[piece][slot] = value.to(self._device_of(slot, piece))
+        piece.grad = gradient.to(self._device)
+        self._optimizer.step()
+        piece.grad, piece.data = None, parameter.copy_(piece.data)
+        for slot, value in self.tensors_of(piece).items():
+            self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
+
+    def state(self) -> PartState:
+        """See `FollowedPart.state`."""
+        found = dict(self._part.tensors)
+        for name, piece in self._pieces.items():
+            found[f"model.{name}"] = piece.detach()
+            found |= {f"optimizer.{slot}.{name}": value for slot, value in self.tensors_of(piece).items()}
+        return self._part._replace(tensors=found)
+
+
+class CopiedPart:
+    """Parameters alone; or what does not change, where the sender waits. They are as they are before an iteration."""
+
+    def __init__(self, part: PartState, iteration: int) -> None:
+        self._part = part
+        self._last: Mapping[int, Mapping[str, Tensor]] = {iteration: part.tensors}
+        """By the iteration before which they were so: the last two."""
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `FollowedPart.follow`: these are the parameters after the iteration."""
+        if {key: one.shape for key, one in tensors.items()} != {
+                key: one.shape for key, one in self._part.tensors.items()}:
+            raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
+        before = max(self._last)
+        self._last = {before: self._last[before], iteration + 1: tensors}
+
+    def go_back(self, committed: int) -> None:
+        """See `FollowedPart.go_back`."""
+        self._last = {committed + 1: self._last[max(one for one in self._last if one <= committed + 1)]}
+
+    def state(self) -> PartState:
+        """See `FollowedPart.state`."""
+        return self._part._replace(tensors=self._last[max(self._last)])

@@ -1,0 +1,348 @@
+"""What a worker holds: layers, their gradients, and one optimizer over all of them.
+
+Nothing here knows of stages: the layers are whichever a schedule gives to the worker, and they change with it.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.layers.distributed_tensors import with_local_parameters
+from runtime.model.layers.layered_model import LayeredModel, parameter_dtype
+from runtime.model.layers.shards import shards_of
+from runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
+from runtime.model.layers.unfilled import moved, unfilled
+from runtime.model.layers.worker_group import worker_group
+from runtime.model.ranks.own_ranks import summed_by_rank
+from runtime.model.ranks.rank_optimizers import RankOptimizers
+from runtime.model.seeds import GENERATORS
+from runtime.model.state.clipping import squares_of
+from runtime.model.state.copied_sums import CopiedSums
+from runtime.model.state.digest import parameter_digest
+from runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
+from runtime.model.state.part_optimizer import PartOptimizer
+from runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
+from runtime.model.state.parts import Cut, Elements, Span, parts_of
+from schedules.layers import LayerRange, joined_ranges
+from schedules.schedule import Worker
+
+
+def keeps_parts(config: TrainingConfig) -> bool:
+    """Whether optimizers keep parts of layers' states, or master weights (`runtime.model.state.part_optimizer`)."""
+    return config.shard_optimizer or config.master_weights
+
+
+def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
+    """In which gradients are added up; None: that of each parameter."""
+    if not config.master_weights:
+        return None
+    return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
+
+
+class Holding:
+    """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place.
+
+    Where optimizers keep parts, `keep` says which; before that, and where a process trains alone, they keep all.
+    """
+
+    separate: ClassVar[bool] = False
+    """Whether optimizers of parts step tensors of their own, as parameters are not always here."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
+        self._config = config
+        self._sharing = sharing
+        self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
+        sharing.tie(self.modules)
+        self.cuts: dict[LayerRange, Cut] = {}
+        """How each range that is reduced is cut, where optimizers keep parts."""
+        self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self._sums = CopiedSums()
+        self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
+        self._gradients: dict[LayerRange, list[Tensor]] = {}
+        self.shared_gradients: dict[str, list[Tensor]] = {}
+        """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
+        self.reduce_by(self.ranges)
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers, as ascending ranges that do not touch."""
+        return joined_ranges((layer, layer + 1) for layer in self.modules)
+
+    def change(self, layers: Collection[int], others: Iterable["Holding"] = ()) -> None:
+        """Hold exactly these layers: some that are held already, and some of others, which must not be used any more.
+
+        No step may be open here; one that is open in another holding is final. Gradients are zero afterwards.
+        """
+        others = list(others)
+        if not others and self.modules.keys() == set(layers):
+            return
+        found = {layer: module for one in (self, *others) for layer, module in one.modules.items()}
+        modules = {layer: found[layer] for layer in sorted(layers)}
+        self._sharing.tie(modules)
+        optimizer = self._build(modules)
+        for one in (self, *others):
+            if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
+                optimizer.take_over(one.optimizer)
+        self.modules, self.optimizer = modules, optimizer
+        self._gradients, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopiedSums()
+        self.reduce_by(self.ranges)
+
+    def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
+             parts: Sequence[PartState], after: int) -> None:
+        """Hold exactly these layers, and of their optimizer's state what a worker keeps by these cuts.
+
+        `parts`, and those that are kept until now, have all of that, or nothing of it before the first step, and all
+        that is lacking of the parameters, which are those after an iteration. Where nothing changes, all stays as it
+        is: mostly, that is so of workers of other stages.
+        """
+        before, held, same = self.optimizer, self.modules, self.modules == modules and self.cuts == cuts
+        assert isinstance(before, PartOptimizer)
+        laid = self.modules == modules and _lengths(self.cuts) == _lengths(cuts)
+        if not same:
+            self.modules, self.cuts = dict(sorted(modules.items())), dict(sorted(cuts.items()))
+            self._sums = CopiedSums()
+        if not laid:
+            self._sharing.tie(self.modules)
+            self._gradients = {}
+            self.reduce_by(self.cuts)
+            self._flatten_parameters()
+        if not same:
+            for layers, one in self.cuts.items():
+                for parameter in self._reduced(layers, whole=False)[:1]:
+                    self._sums.make(layers, one, worker, gradient_dtype(self._config) or parameter.dtype,
+                                    parameter.device)
+        for layer, module in self.modules.items():
+            put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
+        if not same:
+            self.optimizer = optimizer = self._keeping(worker)
+            optimizer.take_over(before, parts)
+        self.gathered(after)
+
+    def _flatten_parameters(self) -> None:
+        """Have the parameters of each range whose state is sharded lie in one flat tensor, to be gathered."""
+        self._flat_parameters = {layers: _flatten_parameters(self._reduced(layers, whole=False), one.length)
+                                 for layers, one in self.cuts.items() if one.sharded}
+
+    def _keeping(self, worker: Worker) -> PartOptimizer:
+        """What steps what a worker keeps by the cuts."""
+        def elements(layer: int) -> Elements:
+            return elements_of(self.modules[layer])
+
+        return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
+                             parts_of(worker, self.cuts, elements, Cut.own), self._sharing,
+                             self._sums.by_layer(lambda layer: elements(layer).cut), separate=self.separate)
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
+        one of the ranks that this process stands for."""
+        assert own_rank == 0 and isinstance(self.optimizer, PartOptimizer)
+        return self._sums.of(layers, self.optimizer.buffer)
+
+    @property
+    def part_optimizers(self) -> Sequence[PartOptimizer]:
+        """Where optimizers keep parts: that of each rank that this process stands for."""
+        return [self.optimizer] if isinstance(self.optimizer, PartOptimizer) else []
+
+    def arrived(self) -> None:
+        """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
+        worker keeps of others' states is stepped."""
+        for one in self.part_optimizers:
+            one.begin_copies()
+
+    def gathered(self, iteration: int) -> None:
+        """All elements of the parameters are as they should be after an iteration."""
+        for one in self.part_optimizers:
+            one.gathered(iteration)
+
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
+        the ranks that this process stands for."""
+        assert own_rank == 0 or not self.cuts, "where workers keep parts, each of these ranks has a holding of its own"
+        return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
+
+    def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
+        """From now on, gradients are summed by these ranges, which tile the layers. They are zero where this is new."""
+        ranges = sorted(ranges)
+        if ranges == list(self._gradients):
+            return
+        assert [layer for one in ranges for layer in range(*one)] == list(self.modules), "ranges tile the layers"
+        self._gradients = {}
+        for parameter in self.parameters().values():
+            parameter.grad = None  # the memory goes before it is taken anew
+        self._gradients = {one: self._zero_gradients(one) for one in ranges}
+        self.shared_gradients = {str(first): self._zero_shared_gradients(mine[0])
+                                 for first, mine in self._sharing.held(self.modules)}
+
+    def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
+        """Zero gradients for what is reduced with a range."""
+        kind = gradient_dtype(self._config)
+        return [*_flatten_gradients(self._reduced(layers, whole=False), kind, self.cuts.get(layers)),
+                *_flatten_gradients(self._reduced(layers, whole=True), kind)]
+
+    def _zero_shared_gradients(self, mine: Place) -> list[Tensor]:
+        """Those of a parameter that layers share."""
+        return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
+
+    def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
+        """The gradients of a range that `reduce_by` was given, without what is shared: one flat tensor a dtype; by
+        default all there are."""
+        if layers is not None:
+            return self._gradients[layers]
+        return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
+
+    @contextmanager
+    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
+        """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
+        ranks = _stands_for()
+        if ranks == 1:
+            yield [self._gradients[layers]]
+            return
+        with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
+                             for name, parameter in self.modules[layer].named_parameters()
+                             if not self._sharing.is_shared(layer, name)], ranks) as found:
+            yield found
+
+    @contextmanager
+    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
+        """As `summed`, of a parameter that layers share, by its first name."""
+        ranks = _stands_for()
+        if ranks == 1:
+            yield [self.shared_gradients[first]]
+            return
+        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
+        module = self.modules[mine.layer]
+        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], ranks) as found:
+            yield found
+
+    def squares(self, layers: Collection[int]) -> float:
+        """The sum of squares of the gradients of some layers: of each range that begins with one of them.
+
+        For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
+        """
+        if worker_group() is not None or self.cuts:  # whose ranks have some parameters alike; and others have parts
+            return math.fsum(squares for layer, squares in self.optimizer.squares().items() if layer in layers)
+        found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
+        found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
+                  for flat in self.shared_gradients[str(first)]]
+        return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
+
+    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
+        if not keeps_parts(self._config):
+            return build_optimizer(modules, self._config, self._sharing)
+        everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
+
+    def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
+        """The parameters that are reduced with a range: those that are not cut, or the others."""
+        return [parameter for layer in range(*layers) for name, parameter in trained(self.modules[layer]).items()
+                if (name in kept_whole(self.modules[layer])) is whole and not self._sharing.is_shared(layer, name)]
+
+    def zero_gradients(self) -> None:
+        """Start the next sum of gradients; after the optimizer's step."""
+        for flat in self.gradients():
+            flat.zero_()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by "layer.name"; what layers share by its first name."""
+        return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
+                for name, parameter in module.named_parameters()}
+
+    def at_rank(self, own_rank: int, ranks: int) -> dict[str, Tensor]:
+        """`parameters`, as one of the ranks has them that this process stands for."""
+        return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
+                else shard.cut(parameter.detach(), own_rank, ranks)
+                for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
+
+    def digest(self) -> str:
+        """Digest of the parameters; see `runtime.model.state.digest`."""
+        return parameter_digest(self.parameters())
+
+
+def _stands_for() -> int:
+    group = worker_group()
+    return 1 if group is None else group.stands_for
+
+
+def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
+    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed.
+
+    Unless it is `filled`, its parameters hold anything, and its state is to be loaded.
+    """
+    if not filled:
+        with unfilled(), torch.no_grad():
+            return moved(with_local_parameters(model.build(layer)), model.device)
+    with GENERATORS, torch.no_grad():
+        module = with_local_parameters(model.build(layer))
+        for name, first in sharing_of(model).copies(layer).items():
+            module.get_parameter(name).copy_(model.build(first.layer).get_parameter(first.name))
+        return module.to(model.device)
+
+
+def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
+                  kind: type[Holding] = Holding, *, filled: bool = True) -> Holding:
+    """Layers as they are before the first iteration; unless `filled`, their states are to be loaded."""
+    modules, sharing = {layer: built(model, layer, filled=filled) for layer in layers}, sharing_of(model)
+    for layer, module in modules.items():
+        _keep_whole(layer, module, config, sharing)
+    return kind(modules, config, sharing)
+
+
+def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
+    """Where optimizers keep parts: what other layers have, too, and what is of another dtype, is not cut."""
+    if keeps_parts(config):
+        keep_whole(module, [name for name, parameter in trained(module).items()
+                            if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
+
+
+def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:
+    """How many elements of each layer are trained, where workers keep parts of their state."""
+    found, sharing = [], sharing_of(model)
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = with_local_parameters(model.build(layer))
+        _keep_whole(layer, module, config, sharing)
+        found.append(elements_of(module))
+    return tuple(found)
+
+
+def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
+                       cut: Cut | None = None) -> list[Tensor]:
+    """Give the parameters zero gradients that lie one after the other in one flat tensor a dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(dtype or parameter.dtype, []).append(parameter)
+    flats = []
+    for kind, group in by_dtype.items():
+        sizes = [parameter.numel() for parameter in group]
+        length = sum(sizes) if cut is None else max(sum(sizes), cut.length)
+        flat = torch.zeros(length, dtype=kind, device=group[0].device)
+        for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
+            if kind != parameter.dtype:
+                parameter.grad_dtype = kind
+            parameter.grad = view.view_as(parameter)
+        flats.append(flat)
+    return flats
+
+
+def _lengths(cuts: Mapping[LayerRange, Cut]) -> dict[LayerRange, tuple[int, bool]]:
+    """What the flat tensors of ranges depend on."""
+    return {layers: (one.length, one.sharded) for layers, one in cuts.items()}
+
+
+def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
+    """Have parameters of one dtype lie one after the other in a flat tensor of so many elements."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    start = 0
+    for parameter in parameters:
+        view = flat[start:start + parameter.numel()].view_as(parameter)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        start += parameter.numel()
+    return flat

@@ -1,0 +1,137 @@
+"""Optimizer steps that are made late: each once its iteration is committed, so that none is ever undone.
+
+A buddy steps its copies of another worker's parts like this, so that nobody waits for them. The gradients of an
+iteration lie in a buffer of their own until all workers are known to have stepped it. Then the step is made in a
+thread, beside what is computed, and on a GPU on a stream of its own. There are two such buffers, in the place of copies
+by which steps are undone, and what is stepped stays at an iteration that is committed.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.state.parameter_groups import Groups
+from runtime.model.state.undoable_steps import OptimizerSteps
+
+BUFFERS = 2
+"""Of gradients: those of the iteration that all are in, and of the one before, by which the thread steps."""
+
+
+class _Due(NamedTuple):
+    """A step that is to be made."""
+
+    iteration: int
+    factor: float
+    buffer: int
+
+
+class LateSteps(OptimizerSteps):
+    """`gradients` are, for each of the buffers, those of each tensor that is stepped."""
+
+    def __init__(self, groups: Groups, config: TrainingConfig,
+                 gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
+        super().__init__(groups, config)
+        self._gradients = gradients
+        self._due: _Due | None = None
+        """The last step: made once it is known to stand."""
+        self._stands: _Due | None = None
+        """The one before it, until it is begun."""
+        self._buffer = 0
+        self._beside = _Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")))
+
+    @property
+    def free(self) -> int:
+        """The buffer for the gradients of the next step; waits for what is stepped by it."""
+        self._wait()
+        return self._buffer
+
+    def step(self, iteration: int, factor: float) -> None:
+        """A step by the gradients in the free buffer, times a factor; the one before it stands, and may begin."""
+        self._wait()
+        self._stands, self._due = self._due, _Due(iteration, factor, self._buffer)
+        self._buffer = (self._buffer + 1) % BUFFERS
+
+    def begin(self) -> None:
+        """What stands is stepped from now on, beside what is computed."""
+        stands, self._stands = self._stands, None
+        if stands is not None and self._gradients[0]:
+            self._beside.begin(partial(self._make, stands))
+
+    def undo(self, iteration: int) -> None:
+        """That iteration's step is not made. It may be made otherwise, by the same gradients."""
+        if self._due is not None and self._due.iteration == iteration:
+            self._buffer, self._due = self._due.buffer, None
+
+    def catch_up(self) -> None:
+        """Make all steps: the last one stands, too."""
+        self._wait()
+        due, self._due = self._due, None
+        if due is not None:
+            self._make(due)
+
+    def bytes(self) -> int:
+        """Memory of all that is kept."""
+        self._wait()
+        buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
+        return sum(tensor.nbytes for tensor in (*self._stepped(), *buffers)) + self._remembered_bytes()
+
+    def _wait(self) -> None:
+        """Until all that stands is stepped."""
+        self.begin()
+        self._beside.wait()
+
+    def _make(self, due: _Due) -> None:
+        gradients = list(self._gradients[due.buffer].items())
+        self._set_rates(due.iteration)
+        # Gradients of fewer bits are made longer one by one, so that there is no second buffer of them.
+        alike = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)
+        for some in [gradients] if alike else [[pair] for pair in gradients]:
+            for stepped, gradient in some:
+                stepped.grad = gradient.to(stepped.dtype)
+                if due.factor != 1.0:
+                    stepped.grad.mul_(due.factor)
+            self._optimizer.step()
+            for stepped, _ in some:
+                stepped.grad = None
+
+
+class _Beside:
+    """Work beside what a device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Work that reads what the device has been given to compute until now."""
+        self.wait()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="steps of copies")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is done. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                work()
+            if self._stream is not None:
+                self._stream.synchronize()
+        except BaseException as error:
+            self._error = error

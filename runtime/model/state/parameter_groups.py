@@ -1,0 +1,70 @@
+"""Parameter groups: which options of the optimizer each parameter has."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.config import ConfigError, ParameterGroup, TrainingConfig
+from runtime.model.layers.layered_model import LayeredModel
+from runtime.model.layers.sharing import sharing_of
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch.optim takes them."""
+_OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
+            "momentum": "momentum"}
+"""Our names of options, and torch's."""
+
+
+def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> Groups:
+    """Parameters, by `LAYER.NAME`, in groups: matrices and vectors of no pattern, then those of each pattern.
+
+    A group names only what differs from the optimizer's defaults, and its weight decay. Where no pattern says
+    otherwise, matrices decay and vectors (norms, biases) do not.
+    """
+    found: dict[tuple[int, bool], list[nn.Parameter]] = {
+        (number, matrix): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)}
+    for name, parameter in parameters.items():
+        found[_group_of(name, config.parameter_groups), parameter.dim() >= 2].append(parameter)
+    return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0, **_options(number, config)}
+            for (number, matrix), members in found.items() if members or number < 0]
+
+
+def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
+    """Raises ConfigError where a pattern matches no parameter of the model, or only those of groups before it."""
+    if not config.parameter_groups:
+        return
+    names = list(_names(model))
+    used = {_group_of(name, config.parameter_groups) for name in names}
+    for number, group in enumerate(config.parameter_groups):
+        if number not in used:
+            taken = any(fnmatchcase(name, group.parameters) for name in names)
+            near = difflib.get_close_matches(group.parameters, names, 1, cutoff=0.3) or names[:1]
+            raise ConfigError(f"training.parameter_groups[{number}].parameters is {group.parameters!r}, which matches "
+                              + ("only parameters of groups before it" if taken else
+                                 f"no parameter; there is, for example, {near[0]!r}"))
+
+
+def _names(model: LayeredModel) -> Iterable[str]:
+    """Of all parameters; what layers share has the first of its names."""
+    sharing = sharing_of(model)
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = model.build(layer)
+        yield from (str(sharing.first(layer, name)) for name, parameter in module.named_parameters()
+                    if parameter.requires_grad)
+
+
+def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
+    """The number of the first group that matches; -1: none does."""
+    return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
+
+
+def _options(number: int, config: TrainingConfig) -> dict[str, Any]:
+    if number < 0:
+        return {}
+    group = config.parameter_groups[number]
+    return {torchs: getattr(group, ours) for ours, torchs in _OPTIONS.items() if getattr(group, ours) is not None}

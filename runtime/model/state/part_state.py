@@ -1,0 +1,148 @@
+"""Parts of layers' states: what one worker gives another, or a checkpoint holds, where workers keep parts of it."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.model.state.parts import Elements, Span, common
+from runtime.model.tensor_codec import decode, encode
+
+
+class PartState(NamedTuple):
+    """The elements [start, stop) of a layer.
+
+    Tensors are flat, and have the elements of their parameter that are in the span; counters are as they are. Names are
+    those of `UndoableOptimizer.layer_state`; where the optimizer has master weights, `model.NAME` are those. What is
+    not trained is whole, and in the part that begins with element 0.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+    state: bool = True
+    """With the optimizer's state, else parameters alone."""
+
+
+def keep_whole(module: nn.Module, names: Collection[str]) -> None:
+    """From now on, these parameters of a layer are not cut."""
+    module.kept_whole = frozenset(names)  # type: ignore[assignment]
+
+
+def kept_whole(module: nn.Module) -> Collection[str]:
+    """The parameters of a layer that are not cut."""
+    names: Collection[str] = getattr(module, "kept_whole", ())
+    return names
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose elements are counted, in their order: those that are not cut are the last."""
+    whole, found = kept_whole(module), dict(module.named_parameters())
+    return {name: parameter for last in (False, True) for name, parameter in found.items()
+            if parameter.requires_grad and (name in whole) is last}
+
+
+def untrained(module: nn.Module) -> dict[str, Tensor]:
+    """All else that a layer's state_dict has."""
+    mine = trained(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in mine}
+
+
+def elements_of(module: nn.Module) -> Elements:
+    """How many a layer has."""
+    sizes, whole = {name: one.numel() for name, one in trained(module).items()}, kept_whole(module)
+    return Elements(sum(size for name, size in sizes.items() if name not in whole),
+                    tuple(size for name, size in sizes.items() if name in whole))
+
+
+def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
+    """Each trained parameter with the elements of the layer that it is."""
+    start = 0
+    for name, parameter in trained(module).items():
+        yield name, parameter, (start, start + parameter.numel())
+        start += parameter.numel()
+
+
+def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
+    """Some elements of a flat tensor that has these; a counter is for all of them."""
+    return tensor if tensor.dim() == 0 else tensor[wanted[0] - has[0]:wanted[1] - has[0]]
+
+
+def name_of(key: str) -> str:
+    """The parameter's name in that of a state's tensor."""
+    kind, _, name = key.partition(".")
+    return name if kind == "model" else name.partition(".")[2]
+
+
+def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> PartState:
+    """A layer's whole state (`UndoableOptimizer.layer_state`)."""
+    mine = trained(module)
+    return PartState(layer, 0, elements_of(module).total, {
+        key: tensor.reshape(-1) if name_of(key) in mine and tensor.shape == mine[name_of(key)].shape else tensor
+        for key, tensor in state.items()})
+
+
+def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
+    """What some elements of a part are; without `state`, the parameters alone."""
+    found: dict[str, Tensor] = {}
+    spans = {name: span for name, _, span in placed(module)}
+    for key, tensor in part.tensors.items():
+        name = name_of(key)
+        both = common(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
+        if both is None or not (state or key.startswith("model.")):
+            continue
+        has = max(spans.get(name, wanted)[0], part.start), min(spans.get(name, wanted)[1], part.stop)
+        found[key] = slice_of(tensor, has, both) if name in spans else tensor
+    return found
+
+
+def put(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
+    """Put what parts have of a layer's parameters in their place, by copies."""
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter, span in placed(module):
+                both = common(span, (part.start, part.stop))
+                tensor = part.tensors.get(f"model.{name}")
+                if both is None or tensor is None:
+                    continue
+                has = max(span[0], part.start), min(span[1], part.stop)
+                slice_of(parameter.detach().view(-1), span, both).copy_(slice_of(tensor, has, both))
+            for name, own in untrained(module).items() if untrained_too else ():
+                if f"model.{name}" in part.tensors:
+                    own.copy_(part.tensors[f"model.{name}"])
+
+
+def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
+    """A layer's whole state in host memory, from parts that have all elements."""
+    found: dict[str, Tensor] = {}
+    shapes = {name: (parameter.shape, span) for name, parameter, span in placed(module)}
+    for part in parts:
+        for key, tensor in part.tensors.items():
+            if name_of(key) not in shapes or tensor.dim() == 0:
+                found[key] = tensor.detach().cpu()
+                continue
+            shape, span = shapes[name_of(key)]
+            if key not in found:
+                found[key] = torch.empty(shape, dtype=tensor.dtype)
+            has = max(span[0], part.start), min(span[1], part.stop)
+            slice_of(found[key].view(-1), span, has).copy_(tensor.detach())
+    for name, tensor in untrained(module).items():
+        found.setdefault(f"model.{name}", tensor.detach().cpu())
+    return found
+
+
+def pack_parts(parts: Iterable[PartState]) -> bytes:
+    """Parts as bytes, for `unpack_parts`."""
+    return b"".join(encode({f"{part.layer}/{part.start}/{part.stop}/{key}": tensor
+                            for part in parts for key, tensor in part.tensors.items()}))
+
+
+def unpack_parts(data: bytes) -> list[PartState]:
+    """What `pack_parts` has packed."""
+    found: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+    for name, tensor in decode(data).items():
+        layer, start, stop, key = name.split("/", 3)
+        found.setdefault((int(layer), int(start), int(stop)), {})[key] = tensor
+    return [PartState(*place, tensors) for place, tensors in found.items()]

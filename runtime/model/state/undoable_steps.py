@@ -1,0 +1,171 @@
+"""Optimizer steps that can be undone bit for bit.
+
+With a staggered optimizer a worker steps before it knows that all others will: until that is known, it keeps what it
+takes to go back. It goes back by copies, one of what is stepped and one of the optimizer's state: computing backwards
+(as in Zero Bubble, Qi et al., ICLR 2024) needs no copy but is not exact in floating point, and then a worker that undid
+a step would drift from its peers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import ConfigError, TrainingConfig
+from runtime.model.object_reference import is_reference, load_reference
+from runtime.model.state.learning_rate import is_scheduled, scale
+from runtime.model.state.parameter_groups import Groups
+from runtime.torch_private import copy_all
+
+Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
+
+
+def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
+                             amsgrad=config.amsgrad, maximize=config.maximize, fused=True)
+
+
+def _sgd(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, dampening=config.dampening,
+                           nesterov=config.nesterov, maximize=config.maximize, fused=True)
+
+
+OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
+"""By the name that `[training] optimizer` gives. One of your own is named `module:function` and must update each
+element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
+
+
+def optimizer_factory(name: str) -> Factory:
+    """What makes the optimizer of a name. Raises ConfigError."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    if not is_reference(name):
+        raise ConfigError(f"training.optimizer is {name!r}; expected one of {', '.join(map(repr, OPTIMIZERS))}, or "
+                          "'module:function'")
+    factory: Factory = load_reference("training.optimizer", name)
+    return factory
+
+
+class OptimizerSteps:
+    """An optimizer over some tensors, in parameter groups, which steps by their `.grad`, at each iteration's rate."""
+
+    def __init__(self, groups: Groups, config: TrainingConfig) -> None:
+        self._config = config
+        self._optimizer = optimizer_factory(config.optimizer)(groups, config)
+        self._rates = self._scheduled_rates()
+        self.states: Any = self._optimizer.state
+        """Of each tensor, what the optimizer remembers of it."""
+
+    def _stepped(self) -> Sequence[nn.Parameter]:
+        """What is stepped: each tensor once."""
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
+
+    def tensors_of(self, stepped: nn.Parameter) -> dict[str, Tensor]:
+        """The tensors that the optimizer remembers of one that it steps, by slot: none before its first step."""
+        return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
+
+    def _remembered_bytes(self) -> int:
+        """Memory of all of these."""
+        return sum(value.nbytes for stepped in self._stepped() for value in self.tensors_of(stepped).values())
+
+    def _set_rates(self, iteration: int) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate * scale(self._config, iteration)
+
+    def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
+        """Each group with its highest learning rate; none where the learning rate is constant.
+
+        Raises ConfigError where the optimizer, one of the user's own, has none that could be set.
+        """
+        if not is_scheduled(self._config):
+            return []
+        groups = self._optimizer.param_groups
+        if not all("lr" in group for group in groups):
+            raise ConfigError(f"training.optimizer is {self._config.optimizer!r}, whose groups have no 'lr' for "
+                              "training.learning_rate_schedule to set")
+        return [(group, group["lr"]) for group in groups]
+
+    def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
+        """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""
+        options = self._optimizer.defaults
+        beside = slot != "step" or options.get("fused") or options.get("capturable")
+        return parameter.device if beside else torch.device("cpu")
+
+
+class UndoableSteps(OptimizerSteps):
+    """Steps some tensors, in parameter groups, by their `.grad`.
+
+    An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
+    iteration commits the one before, because a worker gets there only after all others have validated that one. So
+    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: what is stepped
+    and its state are bit for bit those after iteration c.
+    """
+
+    def __init__(self, groups: Groups, config: TrainingConfig) -> None:
+        super().__init__(groups, config)
+        self._saved: list[tuple[Tensor, Tensor]] = []
+        """Live tensors, each with its copy from before the open step."""
+        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        """Those of the step before, by the ids of the live ones: memory for copies."""
+        self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
+        """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
+        self.open_iteration: int | None = None
+        """The iteration whose step can be undone."""
+
+    def step(self, iteration: int, factor: float = 1.0) -> None:
+        """Step with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
+        assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
+        self._spare = {id(pair[0]): pair for pair in self._saved}
+        self._saved, self._slots = [], {}
+        self.open_iteration = iteration
+        self._set_rates(iteration)
+        self._make_step(factor)
+        self._spare = {}
+
+    def _make_step(self, factor: float) -> None:
+        self._save(self._stepped())
+        if factor != 1.0:
+            for parameter in self._stepped():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self._optimizer.step()
+
+    def undo(self) -> None:
+        """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
+        assert self.open_iteration is not None, "no step is open"
+        with torch.no_grad():
+            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
+        for parameter, before in self._slots.items():
+            if before is not None:
+                self.states[parameter] = dict(before)
+            elif parameter in self.states:
+                del self.states[parameter]
+        self.open_iteration = None
+
+    def go_back(self, committed: int) -> None:
+        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
+        if self.open_iteration is not None and self.open_iteration > committed:
+            self.undo()
+        self.commit()
+
+    def commit(self) -> None:
+        """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
+        self.open_iteration = None
+
+    def undo_bytes(self) -> int:
+        """Memory that the way back takes."""
+        return sum(copy.nbytes for _, copy in self._saved)
+
+    def _save(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Copy what is about to be stepped, and its state."""
+        live: list[Tensor] = [*stepped]
+        for parameter in stepped:
+            slots = self.states.get(parameter)
+            self._slots[parameter] = None if slots is None else dict(slots)
+            live += [value for value in (slots or {}).values() if isinstance(value, Tensor)]
+        saved = [self._spare[id(tensor)] if id(tensor) in self._spare else (tensor, torch.empty_like(tensor))
+                 for tensor in live]
+        with torch.no_grad():
+            copy_all(live, [copy for _, copy in saved])
+        self._saved += saved

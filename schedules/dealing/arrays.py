@@ -1,0 +1,98 @@
+"""A schedule as the arrays that dealing replays."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from schedules.dealing.kernel import Arrays, Ints
+from schedules.graph import groups
+from schedules.schedule import Op, OpKind, Schedule
+from schedules.timing import Step, steps_of
+
+COSTS = (OpKind.F, OpKind.I, OpKind.W)
+"""The columns that costs have of each slice."""
+
+
+def arrays_of(schedule: Schedule) -> Arrays:
+    """The steps of a schedule, in a block for each group of pipelines that share micro-batches, and the tail.
+
+    Where ops follow reductions, all steps are one block. Raises ValueError where ops wait in a circle.
+    """
+    steps, workers = steps_of(schedule)
+    first = list(accumulate(schedule.grid.microbatches, initial=0))
+    group_of = {pipeline: number for number, group in enumerate(groups(schedule)) for pipeline in group}
+    number_of = {seat.worker: number for number, seat in enumerate(schedule.seats)}
+    if _computes_after_reductions(steps, workers):
+        group_of = dict.fromkeys(group_of, 0)
+        blocks = [0] * len(steps)
+    else:
+        tail = len(set(group_of.values()))
+        blocks = [group_of[step.op.pipeline] if step.computes and step.op.pipeline is not None else tail
+                  for step in steps]
+    order = sorted(range(len(steps)), key=lambda number: blocks[number])  # stable: each after what it waits for
+    place = {number: index for index, number in enumerate(order)}
+    ordered = [steps[number] for number in order]
+    counts = np.bincount([blocks[number] for number in order], minlength=len(set(group_of.values())) + 1)
+    release = np.zeros(workers, np.int64)
+    for seat in schedule.seats:
+        release[number_of[seat.worker]] = min(op.start_ticks for op in schedule.programs[seat.program])
+    return Arrays(
+        begin=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        worker=_ints(step.workers[0] for step in ordered),
+        name=_ints(first[step.op.pipeline] + step.op.microbatch if step.computes else -1 for step in ordered),  # type: ignore[index, operator]
+        column=np.array([_columns(step) for step in ordered], np.int64),
+        ticks=np.array([_ticks(schedule, step) for step in ordered], np.int64),
+        source_begin=_ints(accumulate((len(step.sources) for step in ordered), initial=0)),
+        source=_ints(place[source] for step in ordered for source, _ in step.sources),
+        hop=_ints(hop for step in ordered for _, hop in step.sources),
+        other_begin=_ints(accumulate((len(step.workers) - 1 for step in ordered), initial=0)),
+        other=_ints(worker for step in ordered for worker in step.workers[1:]),
+        block_of=_ints(group_of[pipeline] for pipeline, count in enumerate(schedule.grid.microbatches)
+                       for _ in range(count)),
+        release=release)
+
+
+def _computes_after_reductions(steps: Sequence[Step], workers: int) -> bool:
+    reduced = [False] * workers
+    for step in steps:
+        if step.computes and reduced[step.workers[0]]:
+            return True
+        for worker in step.workers:
+            reduced[worker] |= not step.computes
+    return False
+
+
+def _kinds(op: Op) -> tuple[OpKind, ...]:
+    """What an op is of, as costs have it."""
+    return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
+
+
+def _columns(step: Step) -> tuple[int, int]:
+    if not step.computes or step.op.slice is None:
+        return -1, -1
+    found = [len(COSTS) * step.op.slice + COSTS.index(kind) for kind in _kinds(step.op)]
+    return found[0], found[1] if len(found) > 1 else -1
+
+
+def _ticks(schedule: Schedule, step: Step) -> tuple[int, int]:
+    if not step.computes or step.op.slice is None:
+        return step.ticks, 0
+    found = [schedule.times.duration_ticks(kind, step.op.slice, step.op.worker) for kind in _kinds(step.op)]
+    return found[0], found[1] if len(found) > 1 else 0
+
+
+def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
+    """[slices, depth]: how much of each slice is in each stage of a route, by layers; stages have one 1."""
+    grid = schedule.grid
+    found = np.zeros((len(schedule.layers_by_slice), grid.depth))
+    for slice_, (first, end) in enumerate(schedule.layers_by_slice):
+        for stage in range(grid.depth):
+            own_first, own_end = grid.layers_by_stage[stage]
+            found[slice_, stage] = max(0, min(end, own_end) - max(first, own_first)) / (end - first)
+    return found
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), np.int64)

@@ -1,0 +1,123 @@
+"""The benchmark: seeds side by side, sensitivity, and what it writes."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import benchmark as command
+from cli.app import app
+from cli.fleet import benchmark
+from cli.fleet.benchmark import CASES, Case, fidelity, job_of, returned, run_case, trace_of
+from cli.fleet.policies import POLICIES
+
+SMALL = Case(name="small", title="a small one", job="uniform-3", parameters=1e9, tokens=100, days=20,
+             gpus_per_worker=2, failures="delta-a100", slow="greyhound", settle_seconds=0.01)
+FEW = ("slipstream", "slipstream-fixed", "recycle", "torchft", "work-conserving")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Jobs of 4 stages and 6 micro-batches."""
+    monkeypatch.setattr(benchmark, "LARGE_STAGES", 4)
+    monkeypatch.setattr(benchmark, "LARGE_MICROBATCHES", 6)
+    return SMALL
+
+
+def test_seeds_side_by_side_are_those_one_after_the_other(small):
+    names = FEW[1:]
+    together = run_case(small, seeds=3, processes=2, names=names, sensitivity=False)
+    alone = run_case(small, seeds=3, processes=1, names=names, sensitivity=False)
+    assert [one.name for one in together.policies] == list(names)
+    assert together == alone and together.failures > 10
+
+
+def test_what_is_measured_adds_up(small):
+    result = run_case(small, seeds=2, processes=1, names=FEW)
+    assert (result.workers, result.gpus, result.hours) == (12, 24, 480.0)
+    for one in result.policies:
+        for measures in one.seeds:
+            hours = sum(measures.hours_lost.values())
+            assert one.is_reference or hours == pytest.approx(480 * (1 - measures.goodput))
+            assert measures.tokens == pytest.approx(measures.samples_per_second * 480 * 3600 * 100)
+            assert measures.dollars_per_million_tokens == pytest.approx(2 * 24 * 480 / (measures.tokens / 1e6))
+            assert one.is_reference or measures.hours_lost["slow links"] > 0
+    widths = [abs(row.high - row.low) for row in result.sensitivity]
+    assert widths == sorted(widths, reverse=True) and len({row.parameter for row in result.sensitivity}) == len(widths)
+    by_name = {row.parameter: row for row in result.sensitivity}
+    between = by_name["time between failures: half, twice"]
+    assert between.low < between.high
+    slow = by_name["slow workers and links: none, greyhound"]
+    assert slow.low > slow.high
+    switch = by_name["switch: 1 s, 180 s as FT-HSDP's stall"]
+    assert switch.low > switch.high
+
+
+def test_the_set_is_what_it_says():
+    assert job_of(CASES["llama-3-70b"]).ranks == CASES["llama-3-70b"].gpus_per_worker
+    for case in CASES.values():
+        job = job_of(case)
+        assert f"{job.pipelines * job.stages * case.gpus_per_worker:,} " in case.title
+    assert trace_of(CASES["byterobust"], 75 * 16, 1) == trace_of(CASES["byterobust"], 75 * 16, 1)
+
+
+def test_models_are_within_five_percent_of_what_was_published():
+    """ReCycle, Oobleck, Bamboo: each figure that was published."""
+    found = fidelity()
+    assert {one.policy for one in found} == {"recycle", "oobleck", "bamboo"} and len(found) == 8
+    assert max(abs(one.off) for one in found) < 0.05, found
+
+
+def test_every_policy_says_what_it_is_taken_from():
+    assert all(kind.source for kind in POLICIES.values())
+    unpublished = {name for name, kind in POLICIES.items() if "our reading" in kind.source}
+    assert unpublished == {"elaswave", "malleus", "resihp", "hot-spares", "trainmover", "ft-hsdp", "byterobust"}
+
+
+def test_what_comes_back(small):
+    case = benchmark.msgspec.structs.replace(small, name="ft-hsdp")
+    result = run_case(case, seeds=2, processes=1, names=("slipstream-fixed", "ft-hsdp"), sensitivity=False)
+    assert returned([result]) == []
+    ours = benchmark.msgspec.structs.replace(result.policies[0], name="slipstream")
+    (back,) = returned([benchmark.msgspec.structs.replace(result, policies=(ours, *result.policies[1:]))])
+    pairs = list(zip(result.policies[0].seeds, result.policies[1].seeds, strict=True))
+    assert back.back.mean == pytest.approx(sum(one.ettr - other.ettr for one, other in pairs) / 2)
+    assert back.back.mean > 0
+    assert back.missing.mean == pytest.approx(1 - sum(other.ettr for _, other in pairs) / 2)
+    assert back.kept.mean > 0 and not math.isnan(back.kept.deviation)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["benchmark", *map(str, arguments)])
+
+
+def test_the_command_writes_a_page_and_json(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "CASES", {"small": small})
+    table = {"format": "slipstream-entry-1", "name": "theirs", "title": "T <b>", "source": "S",
+             "cases": {"small": [{"down": 0, "samples_per_second": 1.0}, {"down": 3, "samples_per_second": 0.5}]}}
+    (tmp_path / "theirs.json").write_text(json.dumps(table))
+    chosen = [part for name in FEW for part in ("--policy", name)]
+    result = run("--seeds", 2, "--processes", 1, "--out", tmp_path / "out", "--entry", tmp_path / "theirs.json",
+                 *chosen)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert report["set"] == "1" and report["seeds"] == 2 and "theirs" in report["summary"]["small"]
+    assert len(report["cases"][0]["policies"][0]["seeds"]) == 2 and len(report["published"]) == 8
+    page = (tmp_path / "out" / "benchmark.html").read_text()
+    assert "T &lt;b&gt;" in page and "prefers-color-scheme: dark" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    for name in FEW:
+        assert name in page and name in result.stdout
+    for text in ("small: a small one", "bamboo, 350M, over the published trace: published 11.86"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--case", "spot"], "--case spot: expected one of spot-24, "),
+    (["--policy", "x"], "--policy x: expected one of slipstream, "),
+    (["--entry", "x"], "--entry x: neither a .json file nor an installed entry point"),
+    (["--entry", "x.json"], "--entry x.json: cannot be read")])
+def test_wrong_options_are_refused_in_a_line(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,79 @@
+"""Traces that others have published, in small files of their forms."""
+
+import json
+
+import pytest
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.trace_file import TraceFileError, read_availability_trace
+
+ACME = """job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time
+1,u1,4,32,8,Pretrain,FAILED,2023-03-01 00:00:00+08:00,2023-03-01 00:00:00+08:00,2023-03-01 01:00:00+08:00,3600,0,0
+2,u1,4,32,8,Pretrain,NODE_FAIL,2023-03-01 01:00:00+08:00,2023-03-01 01:10:00+08:00,2023-03-01 03:00:00+08:00,6600,0,0
+3,u2,2,16,8,Pretrain,COMPLETED,2023-03-01 00:30:00+08:00,2023-03-01 00:30:00+08:00,2023-03-01 04:00:00+08:00,12600,0,0
+4,u3,8,64,8,Debug,FAILED,2023-03-01 00:30:00+08:00,2023-03-01 00:30:00+08:00,2023-03-01 00:40:00+08:00,600,0,0
+5,u3,1,8,8,Other,CANCELLED,,,,,,
+"""
+
+
+def read(tmp_path, text, name="trace.csv", **how):
+    (tmp_path / name).write_text(text)
+    return read_availability_trace(tmp_path / name, **how)
+
+
+def test_spot_instances(tmp_path):
+    text = json.dumps({"metadata": {"gap_seconds": 300}, "data": [4, 4, 2, 2, 3]})
+    trace = read(tmp_path, text, "us-west-2c_v100_1.json")
+    assert list(trace.counts()) == [(0.0, 4), (600.0, 2), (1200.0, 3)] and trace.length_seconds == 1500.0
+    assert trace.name == "us-west-2c_v100_1" and "drawn at random" in trace.notes[0]
+    assert trace == read(tmp_path, text, "us-west-2c_v100_1.json")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "a spot trace"), ('{"metadata": {}, "data": []}', "gap_seconds"),
+    ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "more than 0"),
+    ('{"metadata": {"gap_seconds": 300}, "data": [1, -1]}', r"data\[1\] is -1"),
+    ('{"metadata": {"gap_seconds": 300}, "data": [0, 0]}', "no instance"),
+    ("job_id,user\n1,2\n", "line 1: no column node_num"),
+    (ACME.replace("2023-03-01 01:10:00+08:00", "soon"), "line 3: expected numbers and times"),
+    (ACME.splitlines()[0] + "\n", "no job on several servers")])
+def test_what_cannot_be_read_is_refused_in_a_line(tmp_path, text, message):
+    with pytest.raises(TraceFileError, match=message) as told:
+        read(tmp_path, text)
+    assert str(told.value).startswith(str(tmp_path)) and "\n" not in str(told.value)
+
+
+def test_failing_jobs_of_acme_take_a_server_until_the_next_begins(tmp_path):
+    trace = read(tmp_path, ACME)
+    assert (trace.places, trace.length_seconds) == (6, 4 * 3600.0), "jobs of the type Pretrain only"
+    (first, back, second, again) = trace.changes
+    assert (first.seconds, back.seconds, second.seconds, again.seconds) == (3600.0, 4200.0, 10_800.0, 11_160.0)
+    assert first.removed == back.added and second.removed == again.added
+    assert "3 jobs, 2 of which failed" in trace.notes[0]
+
+
+def ops(slow_from):
+    for step in range(3):
+        for pipeline in range(4):
+            for stage in range(2):
+                factor = 2.5 if (pipeline, stage) == (1, 0) and step >= slow_from else 1.0
+                for microbatch in range(3):
+                    yield pipeline, stage, step, "forward-compute", 3.0 * microbatch, 1.0 * (stage + 1) * factor
+                    yield pipeline, stage, step, "backward-compute", 3.0 * microbatch + 1, 2.0 * factor
+                yield pipeline, stage, step, "forward-send", 0.0, 50.0 if pipeline == 2 else 0.0
+
+
+def test_slow_workers_of_straggler_analysis(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    names = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
+    columns = dict(zip(names, zip(*ops(slow_from=1), strict=True), strict=True))
+    parquet.write_table(arrow.table({name: list(values) for name, values in columns.items()}), tmp_path / "job.parquet")
+    trace = read_availability_trace(tmp_path / "job.parquet")
+    assert (trace.places, trace.live) == (8, tuple(range(8))) and trace.length_seconds == 150.0
+    assert trace.changes == (Change(50.0, slowed=((2, 2.5),)),), "sends are not computation"
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(TraceFileError, match="not a Parquet file"):
+        read_availability_trace(tmp_path / "bad.parquet")
+    parquet.write_table(arrow.table({"step": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(TraceFileError, match=r"StragglerAnalysis|no column"):
+        read_availability_trace(tmp_path / "other.parquet")

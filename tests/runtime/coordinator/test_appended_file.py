@@ -1,0 +1,39 @@
+"""Where a disk is full, lines wait, and the run goes on."""
+
+import errno
+from io import FileIO
+
+from runtime.coordinator import appended_file
+from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.loss_file import LossFile, read_losses
+from runtime.events import EVENTS, Noted, decode
+
+
+class Full(FileIO):
+    """Takes half of a line, then none, while `full`."""
+
+    full = False
+
+    def write(self, data):
+        if Full.full and len(data) > 1:
+            super().write(data[:3])
+            if Full.full == "twice":
+                return 3
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(appended_file, "FileIO", Full)
+    told = []
+    losses, log = LossFile(tmp_path / "losses.jsonl", 0, None, complain=told.append), EventLog(
+        tmp_path, complain=told.append)
+    with losses, log:
+        for iteration in range(6):
+            Full.full = "twice" if 2 <= iteration < 5 else False
+            losses.write(iteration, float(iteration), 0.1, 0.0)
+            log.write(Noted(text=str(iteration)))
+    assert read_losses(tmp_path / "losses.jsonl", 0) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    lines = (tmp_path / EVENTS).read_bytes().splitlines()
+    assert [decode(line).text for line in lines] == list("012345")
+    assert len(told) == 2 and all("cannot be written" in line for line in told)

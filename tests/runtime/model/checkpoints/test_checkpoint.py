@@ -1,0 +1,348 @@
+"""Checkpoints: whole or not at all, on any grid, and nothing foreign or damaged is taken for one."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from runtime.config import RunConfig
+from runtime.model.checkpoints.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
+from runtime.model.checkpoints.parameters import layer_path, load_layer, load_parameters, save_layer
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.data import Microbatch, load_corpus
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import Holding, build_holding
+from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
+from runtime.tools.reference import reference_run
+from tests.runtime.running import tiny
+
+IDENTITY = identity_of(tiny(), 4)
+State = dict[int, dict[str, Tensor]]
+
+
+def states(seed: int = 0, size: int = 50) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {layer: {"model.weight": torch.randn(size, generator=generator),
+                    "optimizer.step.weight": torch.tensor(float(layer))} for layer in range(4)}
+
+
+def share(state: State, *layers: int) -> State:
+    return {layer: state[layer] for layer in layers}
+
+
+def assert_same(left: State, right: State) -> None:
+    assert left.keys() == right.keys()
+    for layer, state in left.items():
+        assert state.keys() == right[layer].keys()
+        assert all(torch.equal(tensor, right[layer][name]) and tensor.dtype == right[layer][name].dtype
+                   for name, tensor in state.items())
+
+
+def write(folder: Path, iteration: int, state: State) -> None:
+    """By two workers."""
+    for layers in ((0, 2), (1, 3)):
+        save(folder, iteration, share(state, *layers), IDENTITY).wait()
+
+
+def test_there_and_back(tmp_path) -> None:
+    assert latest(tmp_path) is None and latest(tmp_path / "none") is None
+    state = states()
+    first = save(tmp_path, 10, share(state, 0, 2), IDENTITY)
+    first.wait()
+    assert first.done() and latest(tmp_path) is None, "half of one is none"
+    save(tmp_path, 10, share(state, 1, 3), IDENTITY).wait()
+    found = latest(tmp_path, IDENTITY)
+    assert found is not None and found.iteration == 10
+    assert_same(load(found, range(4)), state)
+    assert_same(load(found, [2]), share(state, 2))
+    assert {path.name for path in tmp_path.iterdir()} == {"iteration-10"}
+    save(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
+
+
+def test_saving_does_not_see_later_steps(tmp_path) -> None:
+    state = states()
+    expected = {layer: {name: tensor.clone() for name, tensor in tensors.items()} for layer, tensors in state.items()}
+    saving = save(tmp_path, 1, state, IDENTITY)
+    for tensors in state.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    saving.wait()
+    found = latest(tmp_path)
+    assert found is not None
+    assert_same(load(found, range(4)), expected)
+
+
+def test_many_workers_at_once(tmp_path) -> None:
+    for iteration in range(8):
+        for saving in [save(tmp_path, iteration, share(states(iteration), layer), IDENTITY) for layer in range(4)]:
+            saving.wait()
+        found = latest(tmp_path)
+        assert found is not None and found.iteration == iteration
+        assert_same(load(found, range(4)), states(iteration))
+    assert len(list(tmp_path.iterdir())) == KEEP
+
+
+def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
+    """The first try ended with a failure; the iteration ran again and gave numbers that differ in the last bits."""
+    save(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
+    write(tmp_path, 10, states(2))
+    found = latest(tmp_path)
+    assert found is not None
+    assert_same(load(found, range(4)), states(2))
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
+    write(tmp_path, 10, states())
+    script = ("import sys; from pathlib import Path; from tests.runtime.model.checkpoints.test_checkpoint import *\n"
+              f"big = states(size=4_000_000)\nwhile True: save(Path({str(tmp_path)!r}), 20, share(big, 0, 1, 2), "
+              "IDENTITY).wait()")
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[4],
+                               env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])})
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".saving-20/.layer-*")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    assert list(tmp_path.glob(".saving-20/*"))
+    found = latest(tmp_path, IDENTITY)
+    assert found is not None and found.iteration == 10
+    assert_same(load(found, range(4)), states())
+    write(tmp_path, 30, states(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"iteration-10", "iteration-30"}
+
+
+def test_a_full_disk_loses_nothing(tmp_path) -> None:
+    write(tmp_path, 10, states())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        saving = save(tmp_path, 20, states(size=50_000), IDENTITY)
+        with pytest.raises(CheckpointError, match=r"iteration 20 cannot be written: .*; earlier ones are untouched"):
+            saving.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob(".saving-20/*")), "it takes no room"
+    found = latest(tmp_path)
+    assert found is not None and found.iteration == 10
+    write(tmp_path, 20, states(2))
+
+
+def test_no_space_left_on_device(tmp_path, monkeypatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            save(tmp_path, 1, states(), IDENTITY).wait()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model": {"width": 32}}, "of another job: its model.width is 16, here it is 32"),
+    ({"training": {"seed": 1}}, "its training.seed is 0, here it is 1"),
+    ({"training": {"dtype": "float32"}}, "its parameters is 'float64', here it is 'float32'"),
+])
+def test_a_foreign_checkpoint_is_refused(change, message, tmp_path) -> None:
+    write(tmp_path, 10, states())
+    config = tiny()
+    other = RunConfig(model=replace(config.model, **change.get("model", {})),
+                      training=replace(config.training, **change.get("training", {})))
+    with pytest.raises(CheckpointError, match=message):
+        latest(tmp_path, identity_of(other, 4))
+    save(tmp_path, 20, share(states(), 0, 1), identity_of(other, 4)).wait()
+    with pytest.raises(CheckpointError, match="of another job"):
+        save(tmp_path, 20, share(states(), 2, 3), IDENTITY).wait()
+
+
+def test_what_may_change_between_runs() -> None:
+    assert identity_of(tiny(learning_rate=0.5, iterations=7, backend="gloo", text="x", clip_norm=1.0), 4) == IDENTITY
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda path: flip(next(path.glob("layer-0002-*"))), "layer-0002.*its bytes are not those that were written"),
+    (lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"), "layer-0001.*5 bytes; expected"),
+    (lambda path: next(path.glob("layer-0000-*")).unlink(), "layer-0000.*cannot be read: No such file"),
+    (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: no readable checkpoint"),
+    (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "no Slipstream checkpoint"),
+    (lambda path: edit(path, lambda manifest: manifest["layers"].pop()), "does not name each layer"),
+    (lambda path: edit(path, lambda manifest: manifest["layers"][1].update(file="../../x.safetensors")), "no readable"),
+    (lambda path: edit(path, lambda manifest: manifest.update(version=2)), "format version 2; this Slipstream reads 1"),
+])
+def test_damage_is_named_in_one_line(damage, message, tmp_path) -> None:
+    write(tmp_path, 10, states())
+    damage(tmp_path / "iteration-10")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        found = latest(tmp_path, IDENTITY)
+        assert found is not None
+        load(found, range(4))
+    assert "\n" not in str(caught.value)
+
+
+def edit(path: Path, change) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
+    """Two stages train and save; one stage loads all layers and ends where an undisturbed run does."""
+    config = tiny()
+    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    identity = identity_of(config, model.layers)
+
+    def stages(*ranges: tuple[int, int]) -> list[tuple[SliceRunner, Holding]]:
+        held = [build_holding(model, range(*layers), config.training) for layers in ranges]
+        return [(SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config), holding)
+                for layers, holding in zip(ranges, held, strict=True)]
+
+    before = stages((0, 2), (2, 4))
+    for iteration in range(3):
+        iterate(config, before, iteration)
+    for _, holding in before:
+        save(tmp_path, 3, {layer: holding.optimizer.layer_state(layer) for layer in holding.modules}, identity).wait()
+    found = latest(tmp_path, identity)
+    assert found is not None and found.iteration == 3
+    [(_, whole)] = after = stages((0, 4))
+    for layer, state in load(found, range(4)).items():
+        whole.optimizer.load_layer_state(layer, state)
+    for iteration in range(3, 6):
+        iterate(config, after, iteration)
+    for name, expected in reference_run(config, [1], 6).parameters.items():
+        torch.testing.assert_close(whole.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
+
+
+def iterate(config: RunConfig, stages: list[tuple[SliceRunner, Holding]], iteration: int) -> None:
+    microbatch = Microbatch(iteration, 0, 0)
+    value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
+    for stage, _ in stages:
+        value = stage.forward(microbatch, value, target if stage.last else None, split=True)
+    gradient = None
+    for stage, holding in reversed(stages):
+        gradient = stage.backward(microbatch, gradient)
+        holding.optimizer.step(iteration)
+        holding.zero_gradients()
+
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+          torch.int8, torch.uint8, torch.bool)
+
+
+def unusual() -> dict[str, Tensor]:
+    """Each dtype; shapes and layouts that are easily got wrong."""
+    flat, table = torch.randn(6), torch.randn(4, 5)
+    return {**{str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES}, "scalar": torch.tensor(3.0),
+            "bf16 scalar": torch.tensor(3.0, dtype=torch.bfloat16), "empty": torch.empty(0, 4),
+            "also empty": torch.empty(0),
+            "transposed": torch.randn(3, 2).t(), "strided": table[:, 1:3], "expanded": torch.ones(1).expand(5),
+            "first half": flat[:3], "second half": flat[3:], "all of it": flat, "tied": table, "tied too": table,
+            "trained": torch.nn.Parameter(torch.ones(2))}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]) and tensor.dtype == right[name].dtype, name
+        assert tensor.shape == right[name].shape and not tensor.requires_grad, name
+
+
+def test_every_dtype_shape_and_layout(tmp_path) -> None:
+    tensors = unusual()
+    write_tensors(tmp_path / "file", tensors)
+    assert_equal(read_tensors(tmp_path / "file"), tensors)
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
+    assert decode(b"".join(encode({}))) == {}
+
+
+def test_tensors_of_the_cpu_are_not_copied_to_be_sent() -> None:
+    tensor = torch.zeros(4)
+    _, piece = encode({"a": tensor})
+    tensor += 1
+    assert bytes(piece) == tensor.numpy().tobytes()
+
+
+def test_dtypes_that_are_rare_are_sent_too() -> None:
+    tensors = {"a": torch.tensor([1 + 2j, 3]), "b": torch.ones(3)}
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
+
+
+def test_what_is_read_may_be_changed(tmp_path) -> None:
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    for one in (read_tensors(tmp_path / "file"), decode(b"".join(encode({"a": torch.ones(3)})))):
+        one["a"].zero_()
+    assert read_tensors(tmp_path / "file")["a"].sum() == 3
+
+
+def test_files_are_as_readable_as_any(tmp_path) -> None:
+    (tmp_path / "plain").touch()
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "file"}
+
+
+def test_files_of_earlier_versions_are_read(tmp_path) -> None:
+    """As they were written before the safetensors package did it: entries in any order, spaces after the header."""
+    header = b'{"model.b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[],' \
+             b'"data_offsets":[4,8]},"none":{"dtype":"I64","shape":[0,3],"data_offsets":[8,8]}}'
+    header += b" " * (-len(header) % 8)
+    data = b"\x80\x3f\x00\x40" + b"\0\0\x40\x40"
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert_equal(read_tensors(tmp_path / "file"), {
+        "model.b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "a": torch.tensor(3.0),
+        "none": torch.empty(0, 3, dtype=torch.int64)})
+
+
+def test_others_read_and_write_the_same_format(tmp_path) -> None:
+    tensors = states()[1]
+    write_tensors(tmp_path / "ours", tensors)
+    assert_same({0: load_file(tmp_path / "ours")}, {0: tensors})
+    save_file(tensors, tmp_path / "theirs", {"made": "elsewhere"})
+    assert_same({0: read_tensors(tmp_path / "theirs")}, {0: tensors})
+
+
+def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
+    layers = {layer: {"weight": torch.randn(2, 2, dtype=torch.bfloat16), "bias": torch.randn(2)}
+              for layer in (0, 3, 10)}
+    for layer, state in layers.items():
+        save_layer(tmp_path, layer, state)
+    assert {path.name for path in (tmp_path / "parameters").iterdir()} == {
+        "layer-0000.safetensors", "layer-0003.safetensors", "layer-0010.safetensors"}
+    assert_equal(load_layer(tmp_path, 3), layers[3])
+    assert_equal(load_parameters(tmp_path), {f"{layer}.{name}": tensor for layer, state in layers.items()
+                                             for name, tensor in state.items()})
+    layer_path(tmp_path, 3).write_bytes(b"nonsense")
+    with pytest.raises(TensorError, match=r"layer-0003\.safetensors: no safetensors file"):
+        load_parameters(tmp_path)
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{",
+    *(len(header).to_bytes(8, "little") + header + b"12345678" for header in (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+        b'{"a":{"dtype":"PY","shape":[8],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"U8","shape":[-8],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"U8","shape":[4611686018427387904,4],"data_offsets":[0,8]}}', b"[" * 10_000)),
+])
+def test_no_tensors(data, tmp_path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    for read in (lambda: read_tensors(tmp_path / "file"), lambda: decode(data)):
+        with pytest.raises(TensorError) as caught:
+            read()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

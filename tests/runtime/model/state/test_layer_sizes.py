@@ -1,0 +1,31 @@
+"""How much an optimizer remembers: what planner and runtime say of it, each for itself, is what optimizers keep."""
+
+import pytest
+import torch
+from torch import nn
+
+from planner import degraded
+from runtime.config import parse_run_config
+from runtime.model.state import layer_sizes
+from runtime.model.state.holding import Holding
+
+SIZE = 6
+
+
+def of_ones_own(groups, config):
+    """An optimizer like AdamW."""
+    return torch.optim.Adam(groups, lr=config.learning_rate)
+
+
+@pytest.mark.parametrize("training", [
+    {}, {"amsgrad": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.9},
+    {"optimizer": f"{__name__}:of_ones_own"}], ids=str)
+def test_planner_and_runtime_know_what_an_optimizer_remembers(training):
+    """Of each element; a counter of steps is one number a tensor."""
+    config = parse_run_config({}, {"learning_rate": 0.1, "device": "cpu", **training}).training
+    layer = nn.Linear(SIZE, 1, bias=False)
+    holding = Holding({0: layer}, config)
+    holding.optimizer.step(0)
+    kept = holding.optimizer.tensors_of(layer.weight).values()
+    assert [degraded.slots_of(training), layer_sizes.slots_of(config)] == [
+        sum(tensor.numel() for tensor in kept if tensor.numel() == SIZE) / SIZE] * 2

@@ -1,0 +1,86 @@
+"""Workers that crash are started again, until they crash too often."""
+
+import os
+import signal
+
+from runtime.events import Joined, Noted
+from runtime.processes import process_manager
+from runtime.processes.faults import HOUR_SECONDS, LONGEST_PAUSE_SECONDS, OF_A_NODE, TOGETHER_SECONDS, Faults
+from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.to_coordinator import Ended
+from runtime.protocol.to_node_agent import StartWorker
+from schedules.schedule import Worker
+from tests.runtime.coordinator.clock import Clock
+from tests.runtime.failing import Told, tiny, train_until
+
+ONE, OTHER = Worker(0, 0), Worker(0, 1)
+
+
+def test_pauses_grow_up_to_the_limit_and_an_hour_later_all_is_forgotten():
+    faults, pauses = Faults(3), []
+    for now in (0.0, 100.0, 200.0, 300.0):
+        faults, (pause, reason) = faults.add(ONE, [ONE], now)
+        pauses.append(pause)
+    assert pauses == [1.0, 2.0, 4.0, None] and reason == "worker 0.0 stays out: 4 faults within an hour"
+    assert faults.add(OTHER, [OTHER], 300.0)[1].pause_seconds == 1.0
+    assert faults.add(ONE, [ONE], 301.0 + HOUR_SECONDS)[1].pause_seconds == 1.0
+    many = Faults(1000)
+    for now in range(20):
+        many, verdict = many.add(ONE, [ONE], float(now))
+    assert verdict.pause_seconds == LONGEST_PAUSE_SECONDS
+
+
+def test_a_node_has_one_fault_where_all_its_workers_crash_at_once_and_stays_out_after_many():
+    workers, faults = [Worker(0, column) for column in range(20)], Faults(2)
+    for worker in workers:
+        faults, verdict = faults.add(worker, workers, 5.0)
+    assert verdict.pause_seconds == 1.0
+    for number in range(1, OF_A_NODE * 2 + 1):
+        faults, verdict = faults.add(workers[number], workers, 5.0 + 3 * number * TOGETHER_SECONDS)
+    assert verdict.reason == "worker 0.4 stays out: its node has had 5 faults within an hour"
+
+
+def test_nobody_is_started_again_where_that_is_not_wanted():
+    assert Faults(0).add(ONE, [ONE], 0.0) == (Faults(0), (None, ""))
+
+
+class Local:
+    def __init__(self):
+        self.told = []
+
+    def do(self, command):
+        self.told.append(command)
+
+
+def test_a_worker_is_started_again_after_its_pause_unless_it_has_ended_well(monkeypatch):
+    clock, local, notes = Clock(), Local(), []
+    monkeypatch.setattr(process_manager, "time", clock)
+    manager = ProcessManager(local, {ONE: 0, OTHER: 0}, faults_per_hour=1)
+    manager.connect(lambda *_: None, notes.append)
+    manager.ended(Ended(ONE, -9))
+    manager.ended(Ended(OTHER, 0))
+    manager.look()
+    assert not local.told
+    clock.now += 1.0
+    manager.look()
+    manager.look()
+    assert local.told == [StartWorker(ONE)]
+    manager.ended(Ended(ONE, 1))
+    clock.now += 1000.0
+    manager.look()
+    assert local.told == [StartWorker(ONE)]
+    assert notes == ["worker 0.0 is started again in 1 s: 1 fault within an hour",
+                     "worker 0.0 stays out: 2 faults within an hour"]
+
+
+def test_a_worker_that_somebody_kills_takes_part_again_and_the_numbers_are_the_same(fork_server, tmp_path):
+    killed = []
+
+    def happened(told: Told):
+        if not killed and told.events[-1].iteration >= 2:
+            killed.append(fork_server.pids["0.0"])
+            os.kill(killed[0], signal.SIGKILL)
+        return told.of(Joined, ONE)
+
+    told = train_until(happened, fork_server, tmp_path, config=tiny(iterations=10_000), faults_per_hour=2)
+    assert "worker 0.0 is started again in 1 s: 1 fault within an hour" in [one.text for one in told.of(Noted)]

@@ -1,0 +1,77 @@
+"""What a worker keeps of what it has sent."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from runtime.replay.exchange import Exchange, TensorName
+from schedules.precedence import consumers, op_key, waits
+from schedules.schedule import COMPUTE_KINDS, Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+FORM = ((1,), torch.float64)
+
+
+class Sent(NamedTuple):
+    target: Worker
+    tag: int
+    still: list[int]
+
+    def wait(self) -> None:
+        self.still[0] -= 1
+
+
+class Came(NamedTuple):
+    def take(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.float64)
+
+
+class Alone:
+    """All that is asked for comes at once."""
+
+    ordered = False
+    device = torch.device("cpu")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.still = worker, [0]
+
+    def send(self, payload, target, tag, own_rank):
+        self.still[0] += 1
+        return Sent(target, tag, self.still)
+
+    def receive(self, shape, dtype, source, tag, own_rank):
+        return Came()
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
+    """An activation when its gradient comes; a gradient when the next thing comes from where it went."""
+    from runtime.model.passed import TensorForm
+
+    microbatches = 12
+    schedule = schedule_for(grid(1, 3, microbatches), backward=backward)
+    one = Alone(Worker(0, stage))
+    exchange = Exchange(schedule, one, [TensorForm((1,), torch.float64)] * 4, range(3))
+    most, sent = 0, 0
+    for iteration in range(3):
+        for op in schedule.ops(one.worker):
+            if op.kind not in COMPUTE_KINDS:
+                continue
+            key = op_key(op)
+            path = schedule.path(op.pipeline, op.microbatch)
+            for _, rule in waits(key, path):
+                if rule.tensor:
+                    exchange.take(iteration, TensorName(rule.tensor, *key[1:]))
+            for other, rule in consumers(key, path):
+                if rule.tensor:
+                    exchange.give(iteration, TensorName(rule.tensor, *other[1:]), torch.zeros(1, dtype=torch.float64))
+                    sent += 1
+            most = max(most, one.still[0])
+        exchange.end_iteration()
+    assert sent == 3 * microbatches * (1 if stage in (0, 2) else 2)
+    assert most <= 5
+    exchange.flush()
+    assert one.still[0] == 0

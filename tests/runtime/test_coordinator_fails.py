@@ -1,0 +1,40 @@
+"""An error in the coordinator that nobody has thought of: the workers live on, and it is started again."""
+
+import pytest
+
+from runtime import launch
+from runtime.coordinator.coordinator import Coordinator
+from runtime.launch import run
+from tests.runtime.failing import CONFIG, JOB, at, train
+from tests.runtime.running import losses_in, schedule_for
+
+
+def failing(monkeypatch, times, after=2):
+    """So often, once in each of its lives, when an iteration has been committed."""
+    entered, left = Coordinator.committed, [times]
+
+    def committed(coordinator):
+        entered(coordinator)
+        if coordinator._log.next_iteration > after and left[0]:
+            left[0] -= 1
+            raise KeyError("nobody has thought of this")
+
+    monkeypatch.setattr(Coordinator, "committed", committed)
+    return left
+
+
+def test_workers_live_on_while_it_is_started_again_and_the_numbers_are_the_same(monkeypatch, fork_server, tmp_path):
+    left, pids = failing(monkeypatch, 2), []
+    result = train([at("1.0", 4)], fork_server, tmp_path, observe=lambda event: pids.append(dict(fork_server.pids)))
+    assert left == [0] and len(losses_in(tmp_path)) == CONFIG.training.iterations
+    first = next(one for one in pids if len(one) == 4)
+    assert all(one.get("0.0") in (None, first["0.0"]) for one in pids), "nobody was started again"
+    assert not (tmp_path / ".running.json").exists() and fork_server.pids == {} and result.parameter_digest
+
+
+def test_one_that_fails_again_and_again_ends_the_run_with_its_error(monkeypatch, fork_server, tmp_path):
+    monkeypatch.setattr(launch, "RESTARTS", 1)
+    failing(monkeypatch, 100, after=0)
+    with pytest.raises(KeyError, match="nobody has thought of this"):
+        run(schedule_for(JOB), CONFIG, out=tmp_path, fork_server=fork_server)
+    assert fork_server.pids == {} and not (tmp_path / ".running.json").exists()

@@ -1,0 +1,96 @@
+"""Samples that are not alike, dealt to the names of schedules: the numbers are those of one process all the same."""
+
+import pytest
+
+from runtime.config import ConfigError
+from runtime.launch import run
+from runtime.model.data.loss_weights import LossWeights
+from runtime.model.microbatch import Microbatch
+from runtime.protocol.failure_injection import Slowdown
+from runtime.replay.dealt_samples import DealtSamples
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.failing import at, train
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.uneven_data import Uneven
+
+WIDE = grid(3, 2, 4, more="optimizer = 1")
+DATA = "tests.runtime.uneven_data:Uneven"
+
+
+def uneven(job=WIDE, **training):
+    return tiny(**{"iterations": 6, "data": DATA, "loss_weights": "tokens", "deal_swaps": 200,
+                   "options": {"microbatches": list(job.microbatches)}, **training})
+
+
+@pytest.mark.parametrize("failed", [[], ["1.0"]])
+def test_an_iteration_has_its_samples_and_most_have_other_names(failed):
+    schedule, config = schedule_for(WIDE, failed), uneven()
+    dealt = DealtSamples(schedule, Uneven(config), config.training)
+    for iteration in (0, 1, 2, 7, 3):  # also where nobody has asked for it ahead
+        names = [Microbatch(iteration, pipeline, index) for pipeline in range(3) for index in range(4)]
+        found = [dealt(name) for name in names]
+        assert sorted(found) == names and found != names
+        again = DealtSamples(schedule, Uneven(config), config.training)
+        assert [again(name) for name in names] == found
+        again.close()
+    dealt.close()
+
+
+def test_without_costs_or_swaps_each_sample_has_its_own_name():
+    config = uneven(deal_swaps=0)
+    name = Microbatch(2, 1, 1)
+    assert DealtSamples(schedule_for(WIDE), Uneven(config), config.training)(name) == name
+
+
+def test_weights_are_shares_of_an_iterations_tokens():
+    config = uneven()
+    data = Uneven(config)
+    weights = LossWeights(data, config.training, (4, 4, 4))
+    assert sum(weights(name) for name in data._names(3)) == pytest.approx(1)
+    assert weights(Microbatch(3, 1, 2)) == pytest.approx(data.tokens(3)[6] / sum(data.tokens(3)))
+    both = LossWeights(data, config.training, (4, 4, 4), rounds=2)
+    assert sum(both(name) for one in (4, 5) for name in data._names(one)) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("training", [
+    {}, {"shard_optimizer": True, "clip_norm": 0.5},
+    {"evaluate_every": 2, "evaluation_iterations": 2, "validation_data": DATA, "deal_swaps": 1, "recompute": "full"},
+])
+def test_killed_and_back_with_the_same_numbers(training, fork_server, tmp_path):
+    result = train([at("1.0", 1, 3), at("2.1", 3, "A"), at("0.1", 4, "stepped")], fork_server, tmp_path, job=WIDE,
+                   config=uneven(**training))
+    assert result.recoveries
+
+
+def test_slow_workers_whose_work_is_shed(fork_server, tmp_path):
+    job = grid(3, 2, 4, more='optimizer = 1\nslow = {"1.0" = 2.0}')
+    train([], fork_server, tmp_path, job=job, config=uneven(), slowdowns=(Slowdown(Worker(1, 0), 0, 2.0),))
+
+
+@pytest.mark.parametrize("failed", [[], ["1.0"]])
+def test_several_ranks(failed, fork_server, tmp_path):
+    config = uneven(tensor_parallel=2)
+    result = run(schedule_for(WIDE, failed), config, out=tmp_path, fork_server=fork_server)
+    assert_same_numbers(result, judge(uneven(), WIDE.microbatches, 6))
+
+
+def test_tokens_weigh_otherwise_than_micro_batches():
+    by_tokens, alike = (judge(uneven(loss_weights=how), WIDE.microbatches, 2) for how in ("tokens", "microbatches"))
+    assert by_tokens.losses[0] != pytest.approx(alike.losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ("negative", "the data's costs of iteration 0: the F of sample 0 costs -1 times the mean; expected 0 to 1000"),
+    ("fewer", r"the data's costs of iteration 0: costs are of shape \[1, 3\]; expected \[12, 3\]"),
+])
+def test_costs_that_cannot_be_are_refused_before_anything_runs(wrong, message, fork_server, tmp_path):
+    config = uneven(options={"microbatches": [4, 4, 4], "wrong": wrong})
+    with pytest.raises(ConfigError, match=message):
+        run(schedule_for(WIDE), config, out=tmp_path / "out", fork_server=fork_server)
+    assert fork_server.pids == {}
+
+
+def test_data_that_do_not_tell_tokens_cannot_be_weighed_by_them(fork_server, tmp_path):
+    with pytest.raises(ConfigError, match=r"training\.loss_weights is 'tokens', and the data have no method tokens"):
+        run(schedule_for(WIDE), tiny(loss_weights="tokens"), out=tmp_path / "out", fork_server=fork_server)

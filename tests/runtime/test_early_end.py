@@ -1,0 +1,113 @@
+"""Node 0 dies or ends while others are about to join: nobody is left behind, and nobody waits for nothing."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from runtime.node_agent import _join_node
+from runtime.protocol import to_coordinator, to_worker
+from runtime.protocol.channel import Channel, Frames, frame
+from runtime.protocol.coordinator_link import CoordinatorLink
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
+from runtime.protocol.to_node_agent import NodeTaken
+from runtime.worker import main, setting_up
+from schedules.schedule import Worker
+from tests.runtime.coordinator.talking import SETUP
+from tests.runtime.speaking import SECRET, be_asked
+
+SOON = 60.0
+
+
+class Node0s:
+    """One node 0 after the other at the same address: what each answers, before it is gone; None: nothing."""
+
+    def __init__(self, *answers):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = Rendezvous(*self._listener.getsockname())
+        self.heard = []
+        self._thread = threading.Thread(target=self._serve, args=(answers,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, answers):
+        with self._listener:
+            for answer in answers:
+                connection, _ = self._listener.accept()
+                with connection:
+                    keys = be_asked(connection, "control").keys
+                    frames, bodies = Frames(keys.receiving), []
+                    while not bodies:
+                        bodies = frames.feed(connection.recv(4096))
+                    self.heard.append(to_coordinator.decode(bodies[0]))
+                    if answer is not None:
+                        connection.sendall(frame(answer).tagged(keys.sending))
+
+
+def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
+    node_0 = Node0s(None, SETUP)
+    spec = SimpleNamespace(worker=Worker(0, 0), rank=0, stands_for=1,
+                           settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
+    channel, setup = main._join(spec, lambda hello, seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
+                                                                     seconds))
+    channel.close()
+    assert setup == SETUP and len(node_0.heard) == 2
+
+
+def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeypatch):
+    """It would wait for the other's store, and end, and nobody would know that it was waited for."""
+    monkeypatch.setattr(setting_up, "STORE_TIMEOUT", setting_up.timedelta(seconds=1))
+    store, address = host_store()
+    setups = [msgspec.structs.replace(SETUP, epoch=1), msgspec.structs.replace(SETUP, epoch=2, store=address)]
+    node_0 = Node0s(*setups)
+
+    def connect(hello, seconds):
+        return Channel(node_0.address, SECRET, hello, to_worker.decode, seconds)
+
+    hello = to_coordinator.JoinWorker(Worker(0, 0))
+    channel = connect(hello, SOON)
+    link = CoordinatorLink(channel, channel.wait_for(type(SETUP)), connect)
+    spec = SimpleNamespace(worker=Worker(0, 0), rank=0, stands_for=1,
+                           settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
+    with closing(link):
+        assert setting_up._reach_store(spec, link).port == address.port
+        assert link.setup == setups[1] and node_0.heard[1].epoch == 1
+    del store
+
+
+def test_a_launcher_that_was_told_to_wait_does_not_wait_for_a_run_that_has_ended():
+    node_0 = Node0s(NodeTaken(), None)
+    job = SimpleNamespace(secret=SECRET, coordinator_timeout_seconds=1.0)
+    began = time.monotonic()
+    with pytest.raises(RendezvousError):
+        _join_node(node_0.address, job, 1, 600.0, lambda _: None)
+    assert time.monotonic() - began < 300.0 and len(node_0.heard) == 2
+
+
+def test_a_program_does_not_wait_for_plans_that_nobody_needs_any_more():
+    """Threads of a pool within a planning thread are waited for when Python ends."""
+    script = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import cli.app, cli.start
+
+def app(prog_name):
+    begun = threading.Event()
+    def plan():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: (begun.set(), threading.Event().wait(3600)))
+    threading.Thread(target=plan, daemon=True, name="planning").start()
+    begun.wait()
+    print("told", end="")
+    sys.exit(143)
+
+cli.app.app = app
+cli.start.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stdout) == (143, "told"), ended.stderr

@@ -1,0 +1,48 @@
+"""Data whose samples are not alike: they know what each costs, and how many of its tokens count."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.config import RunConfig
+from runtime.model.microbatch import Microbatch
+from runtime.model.seeds import derive_seed
+
+IGNORED = -100
+
+
+class Uneven:
+    """Samples of random tokens, of which the last ones are ignored: as many as a sample's name and iteration say."""
+
+    digest = "uneven"
+
+    def __init__(self, config: RunConfig) -> None:
+        self.seed, self.vocabulary = config.training.seed, config.model.vocabulary
+        self.context = config.model.context
+        self.microbatches = tuple(config.training.options.get("microbatches", (2, 2)))
+        self.wrong = config.training.options.get("wrong")
+
+    def _counted(self, microbatch: Microbatch) -> int:
+        return 1 + derive_seed("counted", self.seed, *microbatch) % self.context
+
+    def _names(self, iteration: int) -> list[Microbatch]:
+        return [Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(self.microbatches)
+                for index in range(count)]
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
+        tokens = torch.randint(self.vocabulary, (batch, context + 1), generator=generator)
+        target = tokens[:, 1:].clone()
+        target[:, self._counted(microbatch):] = IGNORED
+        return tokens[:, :-1], target
+
+    def tokens(self, iteration: int) -> list[int]:
+        return [self._counted(name) for name in self._names(iteration)]
+
+    def costs(self, iteration: int) -> np.ndarray:
+        if self.wrong == "negative":
+            return -np.ones((len(self._names(iteration)), 3))
+        if self.wrong == "fewer":
+            return np.ones((1, 3))
+        work = np.array(self.tokens(iteration), float) ** 2
+        return np.repeat(work[:, None] / work.mean(), 3, axis=1)
