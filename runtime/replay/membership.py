@@ -33,7 +33,8 @@ class Membership(NamedTuple):
     def processes_of(self, worker: Worker) -> tuple[str, ...]:
         """All processes of a worker, by the first of the ranks that each stands for."""
         ranks = 1 if self.group is None else self.group.size() * self.stands_for
-        return tuple(f"{worker}:{rank}" for rank in range(0, ranks, self.stand_for.get(worker, 1)))
+        each = self.stands_for if worker == self.worker else self.stand_for.get(worker, 1)
+        return tuple(f"{worker}:{rank}" for rank in range(0, ranks, each))
 
     def processes(self) -> tuple[str, ...]:
         """Those of all members."""
