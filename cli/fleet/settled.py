@@ -7,7 +7,6 @@ failures; every group ends at the same time, and the one with most failures coun
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,9 +26,8 @@ from schedules.schedule import Schedule, Worker
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""
 SECONDS, SECONDS_PER_OP = 0.5, 2e-4
-"""Time for one plan, at most, and for each of its compute ops; list schedules of small jobs need no more."""
-BUSIEST = 4.0
-"""How many times as long a plan may take on a machine that is busy with other things, for as much processor time."""
+"""Time for one plan, at most, and for each of its compute ops, as counted steps stand for it; list schedules of small
+jobs need no more."""
 TRIAL = 0.25
 """Share of the time for each of two choices of the dead; the better one then has all of it but as much."""
 GROUP = 8
@@ -61,15 +59,13 @@ class SettledPlans:
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
                  plan_seconds: float | None = None) -> None:
-        """`plan_seconds` of a processor for one plan; None: by the size of the job."""
+        """`plan_seconds` of counted steps for one plan; None: by the size of the job."""
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
         self._job = msgspec.structs.replace(job, layers=layers)
         self._announce = announce
-        self._options = PlanOptions(method="greedy", layers="move")
+        self._options = PlanOptions(method="greedy", layers="move", steps=0)
         self._seconds = plan_seconds
-        self._wait = 1.0
-        """How many seconds a second of a processor took for the last plan."""
         self._found: dict[tuple[int, int, Slow], Settled | None] = {}
 
     def answer(self, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
@@ -130,20 +126,16 @@ class SettledPlans:
         """The best schedule found in this share of the time, with the first of the chosen workers down and the others
         slow; None where there is none.
 
-        So that it does not depend on what else the machine does, processor time counts.
+        Its steps are counted, so that it depends neither on the machine nor on what else that does.
         """
         failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
         seconds = min(SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
-        began, used = time.monotonic(), time.process_time()
         try:
-            schedule = plan_only(self._options.within(share * seconds * self._wait), job, failed).schedule
+            return plan_only(self._options.within(share * seconds), job, failed).schedule
         except NoPlanError:
             return None
-        used = time.process_time() - used
-        self._wait = min(BUSIEST, max(1.0, (time.monotonic() - began) / used)) if used > 0 else 1.0
-        return schedule
 
 
 def _seconds(schedule: Schedule) -> float:

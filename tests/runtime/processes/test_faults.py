@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from runtime.events import Joined, Noted
 from runtime.processes import process_manager
 from runtime.processes.faults import HOUR_SECONDS, LONGEST_PAUSE_SECONDS, OF_A_NODE, TOGETHER_SECONDS, Faults
@@ -73,6 +75,7 @@ def test_a_worker_is_started_again_after_its_pause_unless_it_has_ended_well(monk
                      "worker 0.0 stays out: 2 faults within an hour"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_somebody_kills_takes_part_again_and_the_numbers_are_the_same(fork_server, tmp_path):
     killed = []
 
