@@ -37,7 +37,8 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
         return
     context = get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin, (theirs, function))
+    with _safe_path():  # of the process that looks after the pool's semaphores, too
+        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin, (theirs, function))
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
             running = {pool.submit(_run, task, refusals): task for task in pending}
