@@ -174,6 +174,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of the numbers in `tokens`, little-endian. Default: what an .idx says, else "uint16"."""
     shuffle: bool = True
     """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
+    document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
+    """The token that ends each document of `tokens`, or of tokenized `text`: tokens then see those before them in their
+    document only, positions begin anew with each, and what follows its end is not predicted."""
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.data.Data`."""
@@ -240,6 +243,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.tokenizer is not None and self.text is None:
             raise ValueError(f"training.tokenizer is {self.tokenizer!r}, and training.text is not given; expected the "
                              "text that it is for")
+        if self.document_end is not None and (self.data is not None or not (self.tokens or self.tokenizer)):
+            raise ValueError(f"training.document_end is {self.document_end}; expected it with training.tokens, or a "
+                             "training.tokenizer; own data give position_ids")
         validation = [self.validation_text, self.validation_tokens, self.validation_data]
         if self.evaluate_every is not None and not any(validation):
             raise ValueError(f"training.evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; "
