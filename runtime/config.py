@@ -102,6 +102,26 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     momentum: Fraction | None = None
 
 
+Coefficients = tuple[NotNegative, NotNegative, NotNegative]
+
+
+class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[training.length_costs]`: what micro-batches take by the lengths of their documents, layer by layer.
+
+    Seconds: of themselves, by a token, and by the square of a document's length, which is what attention does.
+    """
+
+    forward: tuple[Coefficients, ...]
+    backward_input: tuple[Coefficients, ...]
+    backward_weight: tuple[Coefficients, ...]
+    error: NotNegative = 0.0
+    """Of the fit: the root of the mean square of (fitted / measured - 1)."""
+
+    def __post_init__(self) -> None:
+        if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
+            raise ValueError("training.length_costs: its three lists differ in length")
+
+
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job file's `[training]` table."""
 
@@ -183,6 +203,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
     shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
+    length_costs: Annotated[LengthCosts, Meta(description=(
+        "a table with lists of equal length, one entry a layer, as `slipstream profile` writes it"))] | None = None
+    """`[training.length_costs]`: what samples cost by the lengths of their documents, where data tell these."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
     """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
     data then tell."""

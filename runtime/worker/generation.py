@@ -51,7 +51,8 @@ class Generation:
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, connections=self._connections,
                                   activity=self._activity,
-                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training,
+                                                       context.placement))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._communicator: Communicator | None = None

@@ -61,5 +61,5 @@ def within_documents(attend: Callable[[Tensor, Tensor, Tensor], Tensor], positio
 
 
 def _attended(attend: Callable[[Tensor, Tensor, Tensor], Tensor], lengths: list[int], *of: Tensor) -> Tensor:
-    parts = zip(*(one.split(lengths, 2) for one in of), strict=True)
+    parts = zip(*(one.split_with_sizes(lengths, 2) for one in of), strict=True)
     return torch.cat([attend(*part) for part in parts], 2)
