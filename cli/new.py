@@ -91,7 +91,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
         peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
         shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
-        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None, stage_layers: StageLayers = None, name: Name = None,
+        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None,
+        stage_layers: StageLayers = None, name: Name = None,
         out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
