@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.api import Microbatch, ModelConfig, RunConfig, TrainingConfig, derive_seed, seeded, weight_work
-from runtime.torch_private import FakeTensor
-from schedules.dealing import Costs
+from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, TrainingConfig, derive_seed, seeded, weight_work
+from slipstream.runtime.torch_private import FakeTensor
+from slipstream.schedules.dealing import Costs
 
 _SECONDS = "SLEEPING_SECONDS"
 _FROZEN = "SLEEPING_FROZEN_BYTES"

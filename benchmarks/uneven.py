@@ -21,14 +21,14 @@ from rich.table import Table
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, UnequalData, sleeping
-from planner.plan import plan_job
-from runtime.config import RunConfig, parse_run_config
-from runtime.launch import RunOptions, run
-from runtime.model.microbatch import Microbatch
-from runtime.replay.dealt_samples import DealtSamples
-from runtime.replay.placement import place
-from schedules.dealing import Dealer
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.placement import place
+from slipstream.schedules.dealing import Dealer
+from slipstream.schedules.schedule import Schedule, Worker
 
 WARM_UP, LIMIT = 2, 0.05
 

@@ -13,15 +13,15 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 
-from runtime.config import ConfigError, LengthCosts, TrainingConfig
-from runtime.model.data.data import Data, knows_costs, knows_lengths
-from runtime.model.data.loss_weights import tokens_of
-from runtime.model.microbatch import Microbatch
-from runtime.model.seeds import derive_seed
-from runtime.replay.placement import Placement
-from schedules.dealing import CostError, Costs, Dealer, costs_by_stage, require_costs
-from schedules.layers import LayerRange
-from schedules.schedule import Grid, Schedule
+from slipstream.runtime.config import ConfigError, LengthCosts, TrainingConfig
+from slipstream.runtime.model.data.data import Data, knows_costs, knows_lengths
+from slipstream.runtime.model.data.loss_weights import tokens_of
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.seeds import derive_seed
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.dealing import CostError, Costs, Dealer, costs_by_stage, require_costs
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Grid, Schedule
 
 CostsOf = Callable[[int], object]
 """Of an iteration: `schedules.dealing.Costs`, if they are right."""

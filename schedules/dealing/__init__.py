@@ -6,9 +6,9 @@ and swaps of two samples that shorten it are kept. Balancing the totals of pipel
 where that begins; what counts beyond is the order, and which samples go to names that others run for a failed worker.
 """
 
-from schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
-from schedules.dealing.fit import Coefficients, Fit, costs_by_stage, fit
-from schedules.dealing.lengths import costs_of, read_lengths
+from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
+from slipstream.schedules.dealing.fit import Coefficients, Fit, costs_by_stage, fit
+from slipstream.schedules.dealing.lengths import costs_of, read_lengths
 
 __all__ = ["Coefficients", "CostError", "Costs", "Dealer", "Dealt", "Fit", "costs_by_stage", "costs_of", "fit",
            "read_lengths", "require_costs"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from schedules.dealing.deal import Costs
+from slipstream.schedules.dealing.deal import Costs
 
 Coefficients = tuple[float, float, float]
 """Seconds: of themselves, by a token, by a pair of tokens of a document (its length squared)."""

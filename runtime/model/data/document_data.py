@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.config import ConfigError
-from runtime.model.data.token_data import BadTokenError, TokenData
-from runtime.model.layers.cross_entropy import IGNORED
-from runtime.model.microbatch import Microbatch
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.model.data.token_data import BadTokenError, TokenData
+from slipstream.runtime.model.layers.cross_entropy import IGNORED
+from slipstream.runtime.model.microbatch import Microbatch
 
 
 class Packed(NamedTuple):

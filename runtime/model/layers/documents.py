@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from runtime.torch_private import FakeTensor
+from slipstream.runtime.torch_private import FakeTensor
 
 _KNOWN = WeakIdKeyDictionary()
 """Lengths by the tensor of positions: all layers of a slice ask for the same, and a GPU would have to be waited for."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.dealing import costs_by_stage, fit
+from slipstream.schedules.dealing import costs_by_stage, fit
 
 TOKENS = [64, 64, 64, 64, 32, 32]
 SQUARES = [4096, 2048, 1024, 512, 1024, 512]

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from runtime.model.layers.documents import within_documents
+from slipstream.runtime.model.layers.documents import within_documents
 
 NAME = "slipstream_by_document"
 

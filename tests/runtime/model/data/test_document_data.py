@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.config import ConfigError, parse_run_config
-from runtime.model.data.data import Microbatch, batch_form, load_corpus
-from runtime.model.data.document_data import DocumentData, Packed
-from runtime.model.data.token_data import BadTokenError
-from runtime.model.layers.calling import LayerCall, on_device
-from runtime.model.layers.layered_model import layer_randomness, model_for
-from runtime.model.passed import form_of
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.model.data.data import Microbatch, batch_form, load_corpus
+from slipstream.runtime.model.data.document_data import DocumentData, Packed
+from slipstream.runtime.model.data.token_data import BadTokenError
+from slipstream.runtime.model.layers.calling import LayerCall, on_device
+from slipstream.runtime.model.layers.layered_model import layer_randomness, model_for
+from slipstream.runtime.model.passed import form_of
 
 END, CONTEXT, COUNTS = 7, 16, (2, 3)
 
