@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.memory import STAGES, Line, compare, job_bytes
-from planner.job.file import read_job
-from planner.job.writer import job_text
-from runtime.config import parse_run_config
-from runtime.device import choose_device
-from runtime.events import Event, FetchBegun, Resumed, SettlingChosen
-from runtime.replay.transport import choose_transport
-from runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
+from slipstream.planner.job.file import read_job
+from slipstream.planner.job.writer import job_text
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.events import Event, FetchBegun, Resumed, SettlingChosen
+from slipstream.runtime.replay.transport import choose_transport
+from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
 
 PIPELINES, LOST = 2, "1.1"
 LIMIT_SECONDS = 240.0
@@ -64,8 +64,8 @@ class Outcome(NamedTuple):
 
 def command(*arguments: str) -> str:
     """What a command of `slipstream` prints. Raises CalledProcessError."""
-    return subprocess.run([sys.executable, "-m", "cli", *arguments], check=True, stdout=subprocess.PIPE, text=True,
-                          timeout=LIMIT_SECONDS).stdout
+    return subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True, stdout=subprocess.PIPE,
+                          text=True, timeout=LIMIT_SECONDS).stdout
 
 
 def guess(options: argparse.Namespace, dtype: str) -> str:
@@ -97,9 +97,9 @@ def training(job: str, table: str, out: str, lost_at: int) -> Iterator[None]:
     """A run that loses a worker, for as long as the block lasts."""
     with Path(f"{out}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "train", job, "--table", table, "--layers", "move", "--mtbf", NO_FAILURE_SOON,
-             "--kill", f"{LOST}@{lost_at}", "--iterations", str(MOST_ITERATIONS), "--checkpoint-every", "0",
-             "--out", out], stdout=log, stderr=log)
+            [sys.executable, "-m", "slipstream", "train", job, "--table", table, "--layers", "move", "--mtbf",
+             NO_FAILURE_SOON, "--kill", f"{LOST}@{lost_at}", "--iterations", str(MOST_ITERATIONS), "--checkpoint-every",
+             "0", "--out", out], stdout=log, stderr=log)
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,8 @@ from tests.browser import chromium as chromium
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+"""Processes that tests start find `tests`, too."""
 os.environ.pop("COLUMNS", None)  # what commands print into pipes is as wide as it is, also where pytest-xdist sets it
 
 settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
@@ -52,7 +55,7 @@ def counted_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     But not in a test of the module that is marked `real_clock`.
     """
     if not request.node.get_closest_marker("real_clock"):
-        from planner.budget import StepClock  # here, as it loads the planner
-        from planner.options import PlanOptions
+        from slipstream.planner.budget import StepClock  # here, as it loads the planner
+        from slipstream.planner.options import PlanOptions
 
         monkeypatch.setattr(PlanOptions, "clock", lambda _: StepClock())

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import device
-from cli.app import app
-from runtime.processes import fork_server
+from slipstream.cli.app import app
+from slipstream.runtime.processes import fork_server
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher, command
 
@@ -33,13 +33,13 @@ def answer(*words):
 
 
 def start(words, *, stdout, stderr):
-    assert words[:3] == [sys.executable, "-m", "cli"] and stdout is stderr
+    assert words[:3] == [sys.executable, "-m", "slipstream"] and stdout is stderr
     return Launcher(f"{__name__}:settling_soon", *words[3:], log=stdout.name)
 
 
 def settling_soon(*words):
     """`slipstream`, which plans a settled schedule in no more time than it must."""
-    from planner.failures import FailurePlanner
+    from slipstream.planner.failures import FailurePlanner
 
     FailurePlanner.__init__.__kwdefaults__["settled_seconds"] = SETTLED_SECONDS
     return command(*words)

@@ -7,18 +7,19 @@ import sys
 from pathlib import Path
 
 from benchmarks.jobs import uniform_job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.search import compiled
-from schedules.schedule import Worker
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.search import compiled
+from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
 ROOT = Path(compiled.__file__).parents[2]
+"""Where the packages are that copies are made of."""
 LINE = "compiling the planner's inner loops"
 USE = """
 import os
 from pathlib import Path
-from planner.search.compiled import ENTRIES, _entry, ready
+from slipstream.planner.search.compiled import ENTRIES, _entry, ready
 import numpy as np
 
 ready(lambda line: print("#", line))
@@ -27,8 +28,8 @@ for name in ENTRIES:
 print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 """
 ENTRY = """
-from planner.search.kernel.annealing.random import below
-from planner.search.kernel.jit import jit
+from slipstream.planner.search.kernel.annealing.random import below
+from slipstream.planner.search.kernel.jit import jit
 
 
 @jit
@@ -48,7 +49,8 @@ OTHER = "random [999, 999, 999]"
 def copy_of_the_installation(folder: Path, *, with_code: bool) -> Path:
     ignored = ("library", *(() if with_code else ("__pycache__",)))
     for room in ("planner", "schedules"):
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns(*ignored))
+        shutil.copytree(ROOT / room, folder / "slipstream" / room, ignore=shutil.ignore_patterns(*ignored))
+    (folder / "slipstream" / "__init__.py").touch()
     return folder
 
 
@@ -57,7 +59,7 @@ def small_installation(folder: Path) -> Path:
 
     All of the kernel takes half a minute; `make` compiles that, and tests of plans use it.
     """
-    search = copy_of_the_installation(folder, with_code=False) / "planner" / "search"
+    search = copy_of_the_installation(folder, with_code=False) / "slipstream" / "planner" / "search"
     for entry in compiled.ENTRIES:
         module, _, name = entry.rpartition(".")
         (folder / f"{module.replace('.', '/')}.py").write_text(ENTRY.format(name=name))
@@ -87,8 +89,9 @@ def said(lines: list[str]) -> list[str]:
 def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_path):
     compiled.ready()
     copy_of_the_installation(tmp_path, with_code=True)
-    os.utime(tmp_path / "planner" / "search" / "kernel" / "annealing" / "loop.py")  # newer than its machine code
-    ask = "from planner.search.compiled import is_compiled; print(is_compiled())"
+    kernel = tmp_path / "slipstream" / "planner" / "search" / "kernel"
+    os.utime(kernel / "annealing" / "loop.py")  # newer than its machine code
+    ask = "from slipstream.planner.search.compiled import is_compiled; print(is_compiled())"
     done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout.split() == ["True"]
@@ -101,18 +104,19 @@ def test_compiled_before_it_is_used_and_again_when_a_source_differs(tmp_path):
     assert answer(first) == answer(second) and OTHER not in first
     assert "children []" in first
     # Both entries are in other files: numba would take what it has kept of those.
-    source = tmp_path / "planner" / "search" / "kernel" / "annealing" / "random.py"
+    source = tmp_path / "slipstream" / "planner" / "search" / "kernel" / "annealing" / "random.py"
     code = source.read_text()
     source.write_text(code.replace("return np.int64(_bits(random) % np.uint64(bound))", "return bound - 1"))
     changed = run(tmp_path)
     assert len(said(changed)) == 1 and changed.count(OTHER) == 2
-    assert len(list((tmp_path / "planner").rglob("compiled-*"))) == 1
+    assert len(list((tmp_path / "slipstream" / "planner").rglob("compiled-*"))) == 1
 
 
 def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path):
     folder = small_installation(tmp_path / "installation")
     for kernel in ("kernel", "kernel/annealing"):
-        (folder / "planner" / "search" / kernel / "__pycache__").write_text("a file where numba wants a folder")
+        code = folder / "slipstream" / "planner" / "search" / kernel / "__pycache__"
+        code.write_text("a file where numba wants a folder")
     nowhere = str(tmp_path / "nowhere")
     Path(nowhere).write_text("neither is the user's folder one")
     lines = run(folder, HOME=nowhere, XDG_CACHE_HOME=nowhere)
@@ -122,8 +126,8 @@ def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path
 
 def test_no_plan_waits_for_the_compiler_within_its_time_limit():
     """Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds."""
-    from planner.search.kernel import list_scheduler, start_times
-    from planner.search.kernel.annealing import loop
+    from slipstream.planner.search.kernel import list_scheduler, start_times
+    from slipstream.planner.search.kernel.annealing import loop
 
     compiled.ready()
     job = uniform_job(2, 4, 4, capacity=8)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from runtime.model.layers.calling import Batch
+from slipstream.runtime.model.layers.calling import Batch
 
 
 class Routed(NamedTuple):

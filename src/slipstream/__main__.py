@@ -1,4 +1,4 @@
-"""`python -m cli` is `slipstream`, for launchers that start Python modules."""
+"""`python -m slipstream` is `slipstream`, for launchers that start Python modules."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,6 @@ if not sys.flags.safe_path:
     _root = str(Path(__file__).resolve().parents[1])
     sys.path[:1] = [] if _root in sys.path[1:] else [_root]
 
-from cli.start import main
+from slipstream.cli.start import main
 
 main()
