@@ -25,7 +25,6 @@ from typing import Self
 
 import msgspec
 
-import slipstream
 from slipstream.runtime.processes.fork_server_messages import (
     Adopted,
     End,
@@ -60,7 +59,7 @@ def environment(**more: str) -> dict[str, str]:
 
     Without the run's secret: workers get it over a pipe, and what they start themselves need not know it.
     """
-    root = str(Path(slipstream.__file__).resolve().parents[1])
+    root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**{key: value for key, value in os.environ.items() if key != VARIABLE}, "PYTHONPATH": path, **more}
 
