@@ -261,8 +261,8 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused(arguments):
 
 INTERRUPTED = """
 import os, signal, sys, threading
-import slipstream.cli.app
-load = cli.app.load
+from slipstream.cli import app
+load = app.load
 
 def loaded(name):
     command = load(name)
@@ -271,7 +271,7 @@ def loaded(name):
     timer.start() if {delay} else os.killpg(0, signal.SIGINT)
     return command
 
-cli.app.load = loaded
+app.load = loaded
 from slipstream.cli.start import main
 main()
 """
