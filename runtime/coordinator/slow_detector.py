@@ -68,7 +68,7 @@ _NORMAL = statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
 BATCH = 4
 """Observations whose mean shows noise that lasts."""
 FIRST = 5
-"""Observations of a worker before which nobody knows the spread."""
+"""Observations of a worker before which nobody knows the spread. Then they all count at once."""
 FEWEST = 3
 """Observations that a change is measured over."""
 MOST_DOUBLINGS = 5
@@ -134,6 +134,8 @@ class _Watched:
     """Observations, without those of the sums."""
     pending: list[float] = field(default_factory=list)
     """Observations that may be part of a change."""
+    waiting: list[tuple[int, float]] = field(default_factory=list)
+    """Observations that no sum has yet, with their first iterations."""
     recoveries: int = 0
 
     spread: float = 0.0
@@ -145,6 +147,16 @@ class _Watched:
         """What is taken off the observations that may tell of a recovery."""
         usual = ALLOWANCE * spread
         return min(usual, math.log(self.factor) / 2) if self.factor >= 1.0 + LEAST_CHANGE else usual
+
+    def is_known(self) -> bool:
+        """Whether there are enough observations for a spread."""
+        return len(self.history) + len(self.pending) + len(self.waiting) >= FIRST
+
+    def known_spread(self) -> float:
+        """Of the history, or of the first observations about their median: a worker may be slow from the start."""
+        if len(self.history) >= FIRST:
+            return self.spread
+        return _spread([*self.history, *self.pending, *(y for _, y in self.waiting)])
 
     def settle(self) -> None:
         """What is not a change is noise."""
@@ -186,6 +198,7 @@ class SlowDetector:
         watched.slower.clear()
         watched.faster.clear()
         watched.pending.clear()
+        watched.waiting.clear()
 
     def interrupt(self) -> None:
         """Iterations do not go on from those before: what has not become an observation is dropped."""
@@ -267,20 +280,25 @@ class SlowDetector:
 
     def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Enter one observation of each worker."""
-        spreads = [one.spread for one in self._watched.values() if len(one.history) >= FIRST]
+        for worker, y in observed.items():
+            self._watched[worker].waiting.append((self._first, y))
+        spreads = [one.known_spread() for one in self._watched.values() if one.is_known()]
         common = statistics.median(spreads) if spreads else 0.0
         changes: list[SpeedChange] = []
-        for worker, y in observed.items():
+        for worker in observed:
             watched = self._watched[worker]
-            spread = max(LEAST_SPREAD, common, watched.spread)
-            watched.pending.append(y)
-            if len(watched.history) >= FIRST or len(watched.pending) > FIRST:
+            if not watched.is_known():
+                continue
+            spread = max(LEAST_SPREAD, common, watched.known_spread())
+            for iteration, y in watched.waiting:  # several: nobody knew the spread before
+                watched.pending.append(y)
                 if worker in beside_slow:
                     watched.slower.clear()
                 else:
-                    watched.slower.add(self._first, y, spread, ALLOWANCE * spread)
-                watched.faster.add(self._first, -y, spread, watched.allowance(spread))
-                changes += self._changes(worker, watched, spread)
+                    watched.slower.add(iteration, y, spread, ALLOWANCE * spread)
+                watched.faster.add(iteration, -y, spread, watched.allowance(spread))
+            watched.waiting.clear()
+            changes += self._changes(worker, watched, spread)
             watched.settle()
         return changes
 
