@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from slipstream.planner import failures as failures_module
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
