@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from cli.fleet.policies.oobleck_templates import Template
+from slipstream.cli.fleet.policies.oobleck_templates import Template
 
 
 @lru_cache(maxsize=65536)
