@@ -8,8 +8,8 @@ it is told besides decides only how many stages a rank has, and whether they are
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedules.schedule import Grid, Schedule
-from schedules.torchcsv import MEND, TorchCsvError
+from slipstream.schedules.schedule import Grid, Schedule
+from slipstream.schedules.torchcsv import MEND, TorchCsvError
 
 
 class Version(NamedTuple):
