@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,8 +21,9 @@ from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.dealing import CostError, Costs, Dealer, costs_by_stage, require_costs
+from slipstream.schedules.dealing.arrays import COSTS
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.schedule import Grid, Schedule
+from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
 CostsOf = Callable[[int], object]
 """Of an iteration: `schedules.dealing.Costs`, if they are right."""
@@ -81,6 +83,13 @@ def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig
         tokens_of(data, 0, samples)
 
 
+class _Iteration(NamedTuple):
+    """Its samples, by the number of each name; and what they cost, [samples, slices, 3]."""
+
+    sample: list[int]
+    by_slice: Costs
+
+
 class DealtSamples:
     """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
@@ -92,8 +101,9 @@ class DealtSamples:
         self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
                      for index in range(count)]
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
-        self._ahead: tuple[int, Future[list[int]]] | None = None
-        self._now: tuple[int, list[int]] | None = None
+        self._schedule = schedule
+        self._ahead: tuple[int, Future[_Iteration]] | None = None
+        self._now: tuple[int, _Iteration] | None = None
         self._costs = costs_known(data, training, stage_layers(schedule.grid, placement))
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
@@ -102,9 +112,30 @@ class DealtSamples:
         """The sample that a name stands for in its iteration. Raises ConfigError where costs cannot be."""
         if self._pool is None:
             return name
-        if self._now is None or self._now[0] != name.iteration:
-            self._now = name.iteration, self._dealt(name.iteration)
-        return Microbatch(name.iteration, *self._own[self._now[1][self._first[name.pipeline] + name.index]])
+        return Microbatch(name.iteration, *self._own[self._sample(name)])
+
+    @property
+    def deals(self) -> bool:
+        """Whether costs are known."""
+        return self._pool is not None
+
+    def times_longer(self, op: Op, iteration: int) -> float:
+        """How many times as long as usual an op takes, by what its sample costs; 1 where it costs nothing."""
+        assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
+        sample = self._sample(Microbatch(iteration, op.pipeline, op.microbatch))
+        costs, times = self._of(iteration).by_slice[sample, op.slice], self._schedule.times
+        kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
+        ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
+        taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
+        return taken / sum(ticks) if taken > 0 else 1.0
+
+    def _sample(self, name: Microbatch) -> int:
+        return self._of(name.iteration).sample[self._first[name.pipeline] + name.index]
+
+    def _of(self, iteration: int) -> "_Iteration":
+        if self._now is None or self._now[0] != iteration:
+            self._now = iteration, self._dealt(iteration)
+        return self._now[1]
 
     def begin(self, iteration: int) -> None:
         """Compute an iteration beside what else is done."""
@@ -116,21 +147,22 @@ class DealtSamples:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _dealt(self, iteration: int) -> list[int]:
+    def _dealt(self, iteration: int) -> "_Iteration":
         self.begin(iteration)
         assert self._ahead is not None
         found = self._ahead[1].result()
         self.begin(iteration + 1)
         return found
 
-    def _deal(self, iteration: int) -> list[int]:
+    def _deal(self, iteration: int) -> "_Iteration":
         assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
         try:
-            found = self._dealer.result().deal(self._costs(iteration), seed=seed, swaps=self._training.deal_swaps)
+            dealer, costs = self._dealer.result(), self._costs(iteration)
+            found = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return [int(one) for one in found.sample]
+        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs))
 
 
 def _of_stage(known: LengthCosts, layers: LayerRange) -> list[list[float]]:

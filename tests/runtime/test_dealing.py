@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from slipstream.cli.run_page import run_page
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.data.data import load_corpus
@@ -12,6 +13,7 @@ from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
 from slipstream.runtime.replay.dealt_samples import DealtSamples, costs_digest, require_known_costs
 from slipstream.runtime.replay.placement import place
+from slipstream.runtime.run_record import read_run
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
@@ -149,6 +151,10 @@ def test_packed_documents_are_dealt_by_their_lengths(documents, training, fork_s
     dealt.close()
     result = train([at("1.0", 1, 3), at("0.1", 4, "stepped")], fork_server, tmp_path / "run", job=WIDE, config=config)
     assert result.recoveries
+    record = read_run(tmp_path / "run")
+    assert record.cost_error is not None and 0 < record.cost_error < 100  # these costs are none of this machine
+    page = run_page(record, tmp_path / "page.html").decode()
+    assert "costs known to" in page and '<table id="ops">' in page and "measured / planned" in page
 
 
 def test_costs_of_another_model_are_refused(documents):
