@@ -168,10 +168,9 @@ def _ops(run: RunRecord) -> str:
         tuple[OpKind, int], list[float]](list)
     for iteration in trace.iterations:
         for op in iteration.ops if iteration.iteration >= stretch.order.iteration else ():
-            if op.kind in COMPUTE_KINDS and op.slice in range(len(schedule.layers_by_slice)):
-                key = op.kind, op.slice
-                planned[key].append(_planned(schedule, op))
-                measured[key].append(op.end_seconds - op.start_seconds)
+            if op.kind in COMPUTE_KINDS and op.slice is not None and op.slice < len(schedule.layers_by_slice):
+                planned[op.kind, op.slice].append(_planned(schedule, op))
+                measured[op.kind, op.slice].append(op.end_seconds - op.start_seconds)
     rows = "".join(_op_row(schedule, kind, slice_, planned[kind, slice_], measured[kind, slice_])
                    for kind, slice_ in sorted(measured, key=lambda key: (list(OpKind).index(key[0]), key[1])))
     return rows and f"""<div class="scroll"><table id="ops">
