@@ -61,22 +61,25 @@ class Group(Protocol):
 GlooDevice = ProcessGroupGloo.Device
 
 
-def gloo_device() -> GlooDevice:
-    """A listening socket, and the thread of all connections that are made by it.
+def gloo_devices() -> list[GlooDevice]:
+    """Of each network interface, a listening socket, and the thread of all connections that are made by it.
 
-    It listens where torch's own default does: on the interface of GLOO_SOCKET_IFNAME, or at the machine's name.
+    They listen where torch's process groups do by themselves: on the interfaces of GLOO_SOCKET_IFNAME, or at the
+    machine's name. Raises RuntimeError where there is no such interface.
     """
-    return ProcessGroupGloo.create_default_device(lazy_init=False)
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in named] or [
+        ProcessGroupGloo.create_default_device(lazy_init=False)]
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, device: GlooDevice) -> Group:
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
     """A gloo process group, without torch.distributed's global state.
 
     For: groups that come and go with orders, several of them in a process, in any thread.
     Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._threads, options._timeout = [device], 2, timeout
+    options._devices, options._threads, options._timeout = list(devices), 2, timeout
     return cast(Group, ProcessGroupGloo(store, rank, size, options))
 
 

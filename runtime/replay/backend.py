@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from runtime.replay.group_store import GroupStore
 from runtime.replay.sockets import Sockets, cut, open_sockets
 from runtime.replay.transfers import TIMEOUT
-from runtime.torch_private import GlooDevice, Group, Store, gloo_device, gloo_group
+from runtime.torch_private import GlooDevice, Group, Store, gloo_devices, gloo_group
 
 
 class Meeting(NamedTuple):
@@ -61,7 +61,7 @@ class Gloo:
     ordered = False
 
     def __init__(self) -> None:
-        self._device: GlooDevice | None = None
+        self._devices: list[GlooDevice] = []
         self._spared: Callable[[], Sockets] = frozenset
         self._before: Sockets | None = None
         """What was open when groups began to be made; None while none are."""
@@ -73,14 +73,14 @@ class Gloo:
     def begin(self, spared: Callable[[], Sockets]) -> None:
         """See `Backend`."""
         self._spared, self._before = spared, open_sockets()
-        if self._device is None:
+        if not self._devices:
             self._sockets = frozenset()
 
     def group(self, meeting: Meeting) -> Group:
         """See `Backend`."""
         aborts = self._aborts
-        self._device = self._device or gloo_device()
-        group = gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._device)
+        self._devices = self._devices or gloo_devices()
+        group = gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._devices)
         if aborts == self._aborts:
             self._alive.add(id(group))
         return group
@@ -96,7 +96,7 @@ class Gloo:
     def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
         """See `Backend`."""
         self._aborts += 1
-        self._device, self._alive = None, set()
+        self._devices, self._alive = [], set()
         self.cut()
 
     def cut(self) -> None:
