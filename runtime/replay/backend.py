@@ -46,6 +46,9 @@ class Backend(Protocol):
     def lost(self, group: Group) -> str | None:
         """Why a group cannot be used any more, here or at its other members; None where it can."""
 
+    def over(self, groups: Collection[Group]) -> bool:
+        """Whether nothing that was begun in these groups changes a tensor any more."""
+
     def close(self, groups: Collection[Group]) -> None:
         """Nobody uses these groups any more."""
 
@@ -107,6 +110,10 @@ class Gloo:
     def lost(self, group: Group) -> str | None:
         """See `Backend`."""
         return None if id(group) in self._alive else "its connections were shut"
+
+    def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
+        """It is once their sockets are shut."""
+        return True
 
     def close(self, groups: Collection[Group]) -> None:
         """Connections close when the last reference to a group is gone."""
