@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.model.state.parts import cut
-from runtime.replay import session
-from runtime.replay.part_exchange import PartExchange
-from runtime.replay.session import OrderEndedError, Session
-from runtime.replay.transfers import CommunicationError
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.replay import session
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.session import OrderEndedError, Session
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.schedules.schedule import Worker
 from tests.runtime.replay.transports import TRANSPORTS, Team, require, use
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.protocol.rendezvous import host_store
-from runtime.replay import session
-from runtime.replay.membership import Membership
-from runtime.replay.nccl import Nccl
-from runtime.replay.session import Links, Session
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay import session
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.replay.session import Links, Session
+from slipstream.schedules.schedule import Worker
 from tests.runtime.replay.double import Double
 
 TRANSPORTS = ["gloo on CPUs", "gloo beside GPUs", "nccl", "double of NCCL"]
