@@ -91,11 +91,15 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends the process when the watchdog is stuck in a call to CUDA
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else the watchdog's thread ends the process when it meets a CUDA error
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # nor are traces written, or signals left in the store, where one times out
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    # After an error the watchdog sleeps four times as long as this (15 s unless it is set), with a lock that whoever
+    # begins an operation takes, and whoever closes the group waits for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # else each watchdog asks node 0's store ten times a second
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # else it leaves its traces in that store
 }
-"""How torch's threads beside NCCL never end a process of ours, nor abort what others use. They are read when a process
-group is made (ProcessGroupNCCL.hpp of torch 2.13). Whatever the user has set, the runtime relies on these."""
+"""How torch's threads beside NCCL never end a process of ours, nor abort or hold up what others use. They are read when
+a process group is made: what each does is from ProcessGroupNCCL.cpp. Whatever the user has set, the runtime relies on
+these."""
 
 
 def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> "NcclGroup":
@@ -127,7 +131,10 @@ class NcclGroup:
         cast(Any, self.group).eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
     def error(self) -> str | None:
-        """What torch's watchdog has found, which looks several times a second. Nothing where this torch does not say.
+        """What torch's watchdog has found, which looks ten times a second. Nothing where this torch does not say.
+
+        It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, which only this
+        process does.
         """
         ask = getattr(self.group, "get_error", None)
         found = None if ask is None else ask()

@@ -22,6 +22,9 @@ LOOK_SECONDS = 0.002
 SLOW = "SLIPSTREAM_TESTS_SLOW"
 """In the environment: "CALL MEMBER SECONDS", by whose device each such call is begun so much later."""
 
+HASTY = "SLIPSTREAM_TESTS_HASTY"
+"""In the environment: that there are no commit points."""
+
 
 class _LostError(Exception):
     """A member is gone."""
