@@ -133,8 +133,8 @@ class NcclGroup:
     def error(self) -> str | None:
         """What torch's watchdog has found, which looks ten times a second. Nothing where this torch does not say.
 
-        It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, which only this
-        process does.
+        It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, and only this
+        process aborts it.
         """
         ask = getattr(self.group, "get_error", None)
         found = None if ask is None else ask()
