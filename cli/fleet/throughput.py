@@ -27,7 +27,7 @@ from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.problem import Problem
 from planner.model.start_times import solution_period
-from planner.normalise import Windows, arrangements
+from planner.normalise import Windows, arrangements, windows_of
 from planner.options import PlanOptions
 from planner.search.baselines import one_f_one_b
 from planner.search.compiled import ready
@@ -162,7 +162,7 @@ class Throughputs:
         return msgspec.structs.replace(self.job, pipelines=enough, microbatches=(count,) * enough)
 
     def _windows_of(self, job: Job) -> Windows:
-        return self._windows.setdefault(job.pipelines, Windows(job, self._options))
+        return self._windows.setdefault(job.pipelines, windows_of(job, self._options))
 
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""

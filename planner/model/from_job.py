@@ -10,6 +10,7 @@ from planner.job.layers import layer_costs
 from planner.job.shared_state import with_shared_state
 from planner.layout.problem import LayersMode, LayoutProblem
 from planner.layout.types import Held, Layout
+from planner.model.bound import Bound
 from planner.model.holdings import held_problem, in_place, live_workers, reductions_of
 from planner.model.problem import Leg, NoPlanError, Problem
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
@@ -69,7 +70,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
 
 
 def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",
-                      optimizer: OptimizerMode = "staggered", least: int = 0) -> Problem:
+                      optimizer: OptimizerMode = "staggered", least: Bound | None = None) -> Problem:
     """The problem of a layout: who holds what and the routes are given, the order in time is open.
 
     In ticks that are fine enough for single layers; `least` is a bound in these. Raises JobError where a stage has no

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.budget import STEP_SECONDS, Budget
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
+from planner.model.bounds import lower_bound, strongest_bound
 from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
 from planner.params import DEFAULTS
@@ -65,7 +65,7 @@ def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
     period = solution_period(problem, after)
     assert lower_bound(problem) <= period <= annealer.period  # less where no op ends at a deadline
     assert annealer.period <= solution_period(problem, before)
-    schedule = build_schedule(problem, after, lower_bound=lower_bound(problem), method="cp-sat")
+    schedule = build_schedule(problem, after, bound=strongest_bound(problem), method="cp-sat")
     assert check(schedule) == [] and schedule.period_ticks == period
 
 
