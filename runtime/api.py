@@ -5,6 +5,7 @@ from runtime.launch import RunError, RunOptions, RunResult, run
 from runtime.model.data.data import Data, Microbatch
 from runtime.model.layers.calling import add_to_loss
 from runtime.model.layers.layered_model import LayeredModel
+from runtime.model.layers.recomputing import recomputable
 from runtime.model.layers.shards import Shard, cut_parameters
 from runtime.model.layers.split import weight_work
 from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
@@ -33,6 +34,7 @@ __all__ = [
     "gather_parts",
     "parse_run_config",
     "part_of",
+    "recomputable",
     "reference_run",
     "run",
     "seeded",

@@ -29,8 +29,10 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
-Recompute = Annotated[Literal["none", "full", "auto"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
-    description="'none', 'full', 'auto', or a list of layers' numbers")]
+Recompute = Annotated[
+    Literal["none", "full", "auto", "attention", "mlp"] |
+    tuple[Annotated[int, Meta(ge=0, le=2**20)] | Literal["attention", "mlp"], ...], Meta(
+        description="'none', 'full', 'auto', 'attention', 'mlp', or a list of layers' numbers and of these parts")]
 Options = Annotated[dict[str, Any], Meta(description="a table")]
 
 STANDS_FOR = 2
@@ -175,16 +177,17 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.data.Data`."""
-    deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 3000
+    deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
-    shorter. 0: each sample keeps its name."""
+    shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
     """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
     data then tell."""
     recompute: Recompute = "none"
     """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
-    of layers' numbers. It takes less memory, and another forward. "auto": those of the stages for which the planner
-    finds that it shortens the period, where memory is tight; without a planner as "none"."""
+    of layers' numbers. It takes less memory, and another forward. "attention", "mlp", also in the list: these parts of
+    all other layers. "auto": the layers of the stages for which the planner finds that it shortens the period, where
+    memory is tight; without a planner as "none"."""
     evaluate_every: Some | None = None
     """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
     evaluation_iterations: Count = 1

@@ -19,6 +19,7 @@ from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
 from runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from runtime.processes.descriptors import OWN, require_descriptors
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
@@ -68,6 +69,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
     RunStopped.
     """
+    require_descriptors(OWN)
     anew = True
     while anew:
         channel, setup = _join_node(rendezvous, job, node, join_timeout_seconds, notify)

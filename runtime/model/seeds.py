@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -73,11 +73,7 @@ def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None
 
     To save and restore them takes longer than to seed them.
     """
-    generators = [torch.default_generator]
-    if device is not None and device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = _generators(device)
 
     def seed_them(seed: int) -> None:
         for generator in generators:
@@ -91,3 +87,26 @@ def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None
             if GENERATORS.mine:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
+
+
+def generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
+    """Those of torch's default generators, of the CPU and of `device`; to be asked for within `seeding`."""
+    return [generator.get_state() for generator in _generators(device)]
+
+
+@contextmanager
+def drawing_from(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Draw from torch's default generators as they were when these were their states; then put them back."""
+    with seeding(device):
+        for generator, state in zip(_generators(device), states, strict=True):
+            generator.set_state(state)
+        yield
+
+
+def _generators(device: torch.device | None) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators

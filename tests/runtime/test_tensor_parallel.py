@@ -35,11 +35,12 @@ def config(ranks, model=GPT, **training):
 
 @pytest.mark.parametrize(("model", "job", "ranks", "failed", "training"), [
     (GPT, TWO, 2, [], {"evaluate_every": 2, "validation_text": __file__}),
-    (GPT, TWO, 4, [], {"clip_norm": 0.5}),
+    (GPT, TWO, 4, [], {"clip_norm": 0.5, "recompute": ["attention", "mlp"]}),
     (GPT, V, 2, ["0.1"], {"clip_norm": 0.5, "recompute": "full"}),
     (GPT, grid(1, 1, 2), 4, [], {"optimizer": "sgd", "momentum": 0.9}),
     (BY_TORCH, TWO, 2, ["1.1"], {"clip_norm": 0.5}),
-], ids=["two ranks, evaluated", "four, clipped", "v, one down, clipped, recomputed", "one worker", "cut by torch"])
+], ids=["two ranks, evaluated", "four, clipped, parts recomputed", "v, one down, clipped, recomputed", "one worker",
+        "cut by torch"])
 def test_numbers_are_those_of_one_process(model, job, ranks, failed, training, fork_server, tmp_path):
     result = run(schedule_for(job, failed), config(ranks, model, **training), out=tmp_path, fork_server=fork_server)
     assert_same_numbers(result, judge(config(1, model, **training), job.microbatches, 4))

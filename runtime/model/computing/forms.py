@@ -17,7 +17,8 @@ from runtime.errors import first_line
 from runtime.model.data.data import batch_form
 from runtime.model.layers.calling import Batch, loss_call, takes_batch
 from runtime.model.layers.distributed_tensors import as_called, with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel, autocast, recomputed_layers
+from runtime.model.layers.layered_model import LayeredModel, autocast
+from runtime.model.layers.recomputing import recomputed, seen_parts
 from runtime.model.layers.shards import shards_of
 from runtime.model.layers.sharing import sharing_of
 from runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
@@ -30,7 +31,7 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     Raises ConfigError where a layer, or the loss, is not what the runtime can run.
     """
     given = batch_form(config)
-    recomputed_layers(config.training, model.layers)
+    again = recomputed(config.training, model.layers)
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
     _check_shards(modules, config)
@@ -39,9 +40,13 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
         assert isinstance(batch, tuple)
         value: Value = batch[0]
         seen = [form_of(value)]
-        for layer, module in enumerate(modules):
-            value = _passed_on(layer, module, value, batch, config)
-            seen.append(form_of(value))
+        with seen_parts() as parts:
+            for layer, module in enumerate(modules):
+                value = _passed_on(layer, module, value, batch, config)
+                seen.append(form_of(value))
+        for name in sorted(again.parts - parts):
+            raise ConfigError(f"training.recompute names {name!r}, and no layer has that part "
+                              "(runtime.api.recomputable); expected layers' numbers, or 'full'")
         _check_loss(model, value, batch, config)
     return seen
 

@@ -14,7 +14,8 @@ from runtime.config import RunConfig
 from runtime.model.computing.forms import forms as forms
 from runtime.model.data.data import Microbatch as Microbatch
 from runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
-from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
+from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
+from runtime.model.layers.recomputing import recomputed, recomputing
 from runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
 from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
@@ -68,7 +69,7 @@ class SliceRunner:
         self._calls = {layer: LayerCall(modules[layer]) for layer in range(*layers)}
         self.reads_batch = self.first or self.last or any(call.takes_batch for call in self._calls.values())
         """Whether F needs what belongs to the micro-batch."""
-        self._recomputed = recomputed_layers(config.training, model.layers)
+        self._recomputed = recomputed(config.training, model.layers)
         self._loss_of = loss_call(model.loss)
         self.loss_scale: LossScale = loss_scale if callable(loss_scale) else lambda _: loss_scale
         self._model = model
@@ -159,11 +160,12 @@ class SliceRunner:
         with autocast(training, device):
             with seeding(device) as seed_generators:
                 for layer, call in self._calls.items():
-                    if layer in self._recomputed:
+                    if layer in self._recomputed.layers:
                         value = self._run_recomputed(microbatch, layer, value, batch)
                         continue
                     seed_generators(layer_seed(training.seed, *microbatch, layer))
-                    value = call(value, batch)
+                    with recomputing(self._recomputed.parts, device):
+                        value = call(value, batch)
             if not self.last:
                 return value
             assert target is not None, "the last slice needs the target tokens"

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from runtime.config import ModelConfig
 from runtime.model.layers.cross_entropy import cross_entropy
+from runtime.model.layers.recomputing import recomputable
 from runtime.model.seeds import derive_seed, seeded
 
 INITIAL_DEVIATION = 0.02
@@ -67,9 +68,18 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Features [B, T, C] to features [B, T, C]."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+        x_BTC = x_BTC + recomputable("attention", self._attended, x_BTC)
+        return x_BTC + recomputable("mlp", self._fed, x_BTC)
+
+    def _attended(self, x_BTC: Tensor) -> Tensor:
+        """What attention adds to features."""
+        y_BTC: Tensor = self.dropout(self.attention(self.attention_norm(x_BTC)))
+        return y_BTC
+
+    def _fed(self, x_BTC: Tensor) -> Tensor:
+        """What the MLP adds to features."""
         y_BTC: Tensor = self.dropout(self.down(functional.gelu(self.up(self.mlp_norm(x_BTC)))))
-        return x_BTC + y_BTC
+        return y_BTC
 
 
 class Head(nn.Module):

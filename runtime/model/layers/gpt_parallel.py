@@ -19,6 +19,7 @@ from torch.nn import functional
 from runtime.config import ConfigError, ModelConfig
 from runtime.model.layers.cross_entropy import cross_entropy
 from runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
+from runtime.model.layers.recomputing import recomputable
 from runtime.model.layers.shards import Shard, Shards, cut_parameters
 from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
 from runtime.model.layers.worker_group import WorkerGroup, worker_group
@@ -94,10 +95,18 @@ class ParallelBlock(nn.Module):
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
+        x_BSC = x_BSC + recomputable("attention", self._attended, x_BSC, norm, bias, out_bias)
+        return x_BSC + recomputable("mlp", self._fed, x_BSC, mlp_norm, mlp_bias, down_bias)
+
+    def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor) -> Tensor:
+        """What attention adds to features."""
         y_BTC = self.attention(self._normed(x_BSC, norm, bias))
-        x_BSC = x_BSC + _dropped(sum_parts(y_BTC, 1, self.group) + out_bias, 1, self.dropout, self)
-        y_BTC = functional.linear(functional.gelu(self.up(self._normed(x_BSC, mlp_norm, mlp_bias))), self.down.weight)
-        return x_BSC + _dropped(sum_parts(y_BTC, 1, self.group) + down_bias, 1, self.dropout, self)
+        return _dropped(sum_parts(y_BTC, 1, self.group) + out_bias, 1, self.dropout, self)
+
+    def _fed(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
+        """What the MLP adds to features."""
+        y_BTC = functional.linear(functional.gelu(self.up(self._normed(x_BSC, norm, bias))), self.down.weight)
+        return _dropped(sum_parts(y_BTC, 1, self.group) + down_bias, 1, self.dropout, self)
 
     def _normed(self, x_BSC: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Features of the whole sequence [B, T, C], normed."""

@@ -115,16 +115,6 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def recomputed_layers(config: TrainingConfig, layers: int) -> frozenset[int]:
-    """The layers whose forward is run again before their backward. Raises ConfigError where the model has no such."""
-    if isinstance(config.recompute, str):
-        return frozenset(range(layers) if config.recompute == "full" else ())
-    wrong = [layer for layer in config.recompute if layer >= layers]
-    if wrong:
-        raise ConfigError(f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}")
-    return frozenset(config.recompute)
-
-
 def parameter_dtype(config: TrainingConfig) -> torch.dtype:
     """The dtype of parameters: bf16 autocast keeps them in float32, master weights are kept by the optimizer."""
     if config.master_weights:

@@ -19,13 +19,16 @@ class Family(NamedTuple):
     embedding: tuple[str, ...]
     """What makes features of tokens: the tokens' embedding first, then what is added or done after it."""
     norm: str
+    attention: str = "self_attn"
+    """Of a decoder layer."""
+    mlp: str = "mlp"
     experts: bool = False
     """Whether layers are mixtures of experts."""
 
 
 _LLAMA = Family("layers", ("embed_tokens",), "norm")
 _MIXTURE = _LLAMA._replace(experts=True)
-_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f")
+_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn")
 FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
                                   "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
                                   "olmoe": _MIXTURE}

@@ -5,6 +5,7 @@ one after the other, and attention is causal. Where routers balance the load of 
 layer, since transformers takes that loss of the means over all layers.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from runtime.model.layers.calling import Batch
+from runtime.model.layers.hugging_face.configuration import Family
+from runtime.model.layers.recomputing import Part, recomputable
 
 
 class Routed(NamedTuple):
@@ -48,9 +51,15 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int) -> None:
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
+                 family: Family) -> None:
         super().__init__()
         self.layer = layer
+        own: tuple[tuple[Part, str], ...] = (("attention", family.attention), ("mlp", family.mlp))
+        for name, place in own:
+            submodule: Any = layer.get_submodule(place)
+            kind: Any = type(submodule)
+            submodule.__class__ = _as_part(name, kind)
         self.rotary = rotary
         self._config = config
         self._mask = create_sliding_window_causal_mask if _slides(config, index) else create_causal_mask
@@ -106,6 +115,15 @@ class Head(nn.Module):
         features = given if isinstance(given, Tensor) else given[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
         return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
+
+
+@functools.cache
+def _as_part(name: Part, kind: Any) -> Any:
+    """A class of transformers' whose objects are a part of a layer: what they keep from forward to backward."""
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recomputable(name, kind.forward, self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": functools.wraps(kind.forward)(forward)})
 
 
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:

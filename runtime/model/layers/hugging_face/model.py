@@ -91,7 +91,7 @@ class HuggingFace:
                                  _copy(self._sample.get_output_embeddings())))
         kind, rotary = type(getattr(base, family.decoders)[0]), getattr(base, "rotary_emb", None)
         made: nn.Module = kind(self._config, index)
-        return DecoderLayer(made, None if rotary is None else type(rotary)(self._config), self._config, index)
+        return DecoderLayer(made, None if rotary is None else type(rotary)(self._config), self._config, index, family)
 
     def _initialise(self, module: nn.Module) -> None:
         """As transformers does: its model walks over what is a part of it for the moment."""

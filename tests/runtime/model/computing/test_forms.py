@@ -167,3 +167,8 @@ def test_a_tuple_travels_as_one_tensor() -> None:
     assert gradient_form(form) == TupleForm((TensorForm((3, 5), torch.float64), TensorForm((7,), torch.bfloat16)))
     alone = (torch.randn(4),)
     assert packed(alone) is alone[0] and unpacked(alone[0], form_of(alone)) == alone
+
+
+def test_a_model_without_such_parts_cannot_compute_them_again() -> None:
+    with pytest.raises(ConfigError, match=r"^training\.recompute names 'mlp', and no layer has that part "):
+        forms(Three(ModelConfig(), 0, torch.float32, CPU), config(recompute=[1, "mlp"]))

@@ -206,7 +206,7 @@ def test_i_frees_what_w_does_not_need() -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("recompute", ["full", [0, 2]])
+@pytest.mark.parametrize("recompute", ["full", [0, 2], "attention", "mlp", ["attention", "mlp"], [1, "mlp"]])
 def test_what_is_computed_again_gives_the_same_numbers(recompute: object, split: bool) -> None:
     config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate": 0.01, "recompute": recompute})
     assert_reproduces(config, Cluster(config, PARTITIONS[1], [2, 1], split, 0))
@@ -227,6 +227,40 @@ def test_what_is_computed_again_is_not_held() -> None:
     assert first and all(storage.expired() for storage in made[:-1])
     ours = stage.backward_input(microbatch, gradient)
     assert len(made) > first, "the forward was not run again"
+    stage.backward_weight(microbatch)
+    plain.forward(microbatch, value, split=True)
+    theirs = plain.backward_input(microbatch, gradient)
+    plain.backward_weight(microbatch)
+    assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [
+    ("none", {"attention.qkv", "attention.out", "up", "down"}),
+    ("attention", {"up", "down"}), ("mlp", {"attention.qkv", "attention.out"}),
+    (["attention", "mlp"], set()), ([2, "mlp"], set())])
+def test_of_a_part_that_is_computed_again_only_what_it_takes_is_held(recompute: object, kept: set[str]) -> None:
+    """From F to I: here looked at for what goes into the four products. Gradients are those of one that keeps all, bit
+    for bit."""
+    stage, value, gradient = middle(parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "recompute": recompute}))
+    plain, _, _ = middle()
+    stored: dict[str, StorageWeakRef] = {}
+    runs = {"attention.qkv": 0, "up": 0}
+
+    def watch(name: str, taken: Tensor) -> None:
+        stored.setdefault(name, StorageWeakRef(taken.untyped_storage()))
+        if name in runs:
+            runs[name] += 1
+
+    for name, module in stage.holding.modules[2].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output, name=name: watch(name, args[0]))
+    microbatch = Microbatch(0, 0, 0)
+    stage.forward(microbatch, value, split=True)
+    assert {name for name, storage in stored.items() if not storage.expired()} == kept
+    ours = stage.backward_input(microbatch, gradient)
+    assert runs == {"attention.qkv": 1 + ("attention.qkv" not in kept), "up": 1 + ("up" not in kept)}
     stage.backward_weight(microbatch)
     plain.forward(microbatch, value, split=True)
     theirs = plain.backward_input(microbatch, gradient)

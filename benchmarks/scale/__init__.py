@@ -1,0 +1,8 @@
+"""The control plane at size: the real coordinator, and workers that speak its protocol and compute nothing.
+
+    shapes      the job of so many workers, and its first schedule
+    node_0      the coordinator, in a process of its own
+    fakes       workers and node agents, all in one process
+    cluster     what is done to them, phase by phase
+    __main__    the command
+"""

@@ -1,0 +1,323 @@
+"""A run of fake workers, phase by phase, and how long each part of what node 0 does takes.
+
+All processes are on this machine, so that they share time.monotonic.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
+from benchmarks.scale.node_0 import MARKS
+from benchmarks.scale.shapes import grid_of, shares_of
+from runtime.protocol.rendezvous import LOOPBACK
+from runtime.protocol.to_coordinator import Ended, Known
+from runtime.protocol.to_worker import Acknowledged, Train
+from schedules.ops import Seat
+from schedules.schedule import Worker
+
+AT_ONCE = 1000
+"""Connections that are being made at a time."""
+SPREAD = 0.1
+"""Of an iteration, over which workers end it."""
+BEATS, TICKS = 5, 50
+"""Heartbeats in each timeout, and how finely they are spread over an interval."""
+NOW = time.monotonic
+
+Found = dict[str, Any]
+
+
+class _Brief(msgspec.Struct):
+    seats: tuple[Seat, ...]
+
+
+class Order:
+    """One order, as workers see it."""
+
+    def __init__(self, message: Train, members: frozenset[Worker]) -> None:
+        self.number, self.first = message.number, message.first_iteration
+        self.members = members
+        self.received: dict[Worker, float] = {}
+        self.ended: list[float] = []
+        self.acknowledged = 0
+        self.stopping = False
+
+
+class Cluster:
+    """Fake workers and node agents of one run."""
+
+    def __init__(self, workers: int, folder: Path, options: Any) -> None:
+        self.pipelines, self.stages = grid_of(workers)
+        self.every = [Worker(pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages)]
+        self.shares = shares_of(self.every)
+        self.workers: dict[Worker, FakeWorker] = {}
+        self.agents: dict[int, FakeAgent] = {}
+        self.order: Order | None = None
+        self.length = 0.0
+        """Of an iteration, in seconds; 0: workers answer at once."""
+        self.rounds: list[float] = []
+        """When all members had their acknowledgements of an iteration."""
+        self.latencies: list[float] = []
+        self.set_up = 0
+        self._folder, self._options, self._count = folder, options, workers
+        self._schedule: tuple[bytes, frozenset[Worker]] = b"", frozenset()
+        self._round_began = 0.0
+        self._running: asyncio.Future[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = self._pid = 0
+
+    # --- what workers tell
+
+    def prepared(self, _: FakeWorker) -> None:
+        """A worker is ready."""
+        self.set_up += 1
+
+    def trains(self, fake: FakeWorker, message: Train) -> None:
+        """A worker has an order."""
+        if self.order is None or message.number > self.order.number:
+            self.order = Order(message, self._members(bytes(message.schedule)))
+        order = self.order
+        order.received[fake.worker] = NOW()
+        if fake.worker not in order.members:
+            return
+        fake.begins(order.number, order.first)
+        if not self.length:
+            fake.ran(order.first)
+        elif len(order.received) >= len(order.members):
+            self._begin_round(order, order.first)
+
+    def acknowledged(self, fake: FakeWorker, message: Acknowledged) -> None:
+        """A worker may go on."""
+        order = self.order
+        self.latencies.append(NOW() - fake.sent)
+        if order is None or fake.ended or message.order != order.number:
+            return
+        order.stopping |= message.stop
+        order.acknowledged += 1
+        if order.acknowledged == len(order.members):
+            order.acknowledged = 0
+            self.rounds.append(NOW())
+            if not order.stopping:
+                self._begin_round(order, message.iteration + 1)
+
+    def order_ended(self, _: FakeWorker) -> None:
+        """A worker was told that its order has ended."""
+        if self.order is not None:
+            self.order.ended.append(NOW())
+
+    def _members(self, schedule: bytes) -> frozenset[Worker]:
+        if schedule != self._schedule[0]:
+            brief = msgspec.json.decode(schedule, type=_Brief)
+            self._schedule = schedule, frozenset(seat.worker for seat in brief.seats)
+        return self._schedule[1]
+
+    def _begin_round(self, order: Order, iteration: int) -> None:
+        self._running = asyncio.ensure_future(self._round(order, iteration))
+
+    async def _round(self, order: Order, iteration: int) -> None:
+        length = self.length
+        begin = NOW() if not self.rounds else max(self._round_began + length, NOW() - length)
+        self._round_began = begin
+        ends = sorted((begin + length - random.uniform(0, SPREAD * length), worker) for worker in order.members)
+        for at, worker in ends:
+            if at - NOW() > 0.001:
+                await asyncio.sleep(at - NOW())
+            fake = self.workers.get(worker)
+            if fake is not None and fake.order == order.number and not fake.ended:
+                fake.ran(iteration)
+
+    async def beat(self) -> None:
+        """Heartbeats of all workers, spread over the interval."""
+        interval, tick, began = self._options.heartbeat_timeout / BEATS, 0, NOW()
+        place = {worker: index % TICKS for index, worker in enumerate(self.every)}
+        while True:
+            tick += 1
+            await asyncio.sleep(max(0.0, began + tick * interval / TICKS - NOW()))
+            for worker, fake in list(self.workers.items()):
+                if place[worker] == tick % TICKS and fake.connected:
+                    fake.beat()
+
+    # --- node 0, from outside
+
+    async def launch(self, *more: str) -> None:
+        """Start node 0, and wait until it listens."""
+        marks, options = len(self.marks()), self._options
+        command = [sys.executable, "-m", "benchmarks.scale.node_0", str(self._count), str(self._folder), *more,
+                   "--heartbeat-timeout", str(options.heartbeat_timeout)]
+        command += [] if options.table is None else ["--table", str(options.table)]
+        command += [] if options.profile is None else ["--profile", str(options.profile)]
+        self._process = subprocess.Popen(command, stdout=sys.stderr)
+        while not (listens := [one for one in self.marks()[marks:] if one["what"] == "listens"]):
+            await asyncio.sleep(0.02)
+            if self._process.poll() is not None:
+                raise RuntimeError("node 0 has ended before it listened")
+        self._port, self._pid = listens[0]["port"], listens[0]["pid"]
+
+    def end(self) -> None:
+        """End node 0."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(60)
+
+    def profile(self) -> None:
+        """Have node 0 profile itself from now on."""
+        os.kill(self._pid, signal.SIGUSR1)
+
+    def marks(self, since: float = 0.0) -> list[Found]:
+        """What node 0 has told."""
+        path = self._folder / MARKS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for one in map(json.loads, lines) if one["at"] >= since]
+
+    def cpu(self) -> float:
+        """Seconds of node 0's process and of those that it has started."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    def megabytes(self) -> tuple[int, int]:
+        """Resident memory of node 0 now, and at most."""
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
+        return int(lines["VmRSS"].split()[0]) // 1024, int(lines["VmHWM"].split()[0]) // 1024
+
+    # --- phases; each gives what it found, and `ok`
+
+    async def start(self) -> Found:
+        """All connect, prove that they know the secret, and get their first order."""
+        began, used, before = NOW(), self.cpu(), self.megabytes()[0]
+        self.workers = {worker: FakeWorker(self, worker) for worker in self.every}
+        self.agents = {node: FakeAgent(node) for node in range(1, len(self.shares))}
+        await self._connect([*self.agents.values(), *self.workers.values()])
+        connected = NOW() - began
+        ok = await self._until(lambda: self._all_have_order(0))
+        return {"ok": ok, "connected": connected, "last order": NOW() - began, "CPU": self.cpu() - used,
+                "MB more": self.megabytes()[0] - before}
+
+    async def busy(self) -> Found:
+        """Workers that answer at once: the least that an iteration takes."""
+        await self._until(lambda: len(self.rounds) >= 2)
+        first, began, used = len(self.rounds), NOW(), self.cpu()
+        await self._until(lambda: NOW() - began > 5 and len(self.rounds) > first + 1)
+        rounds = len(self.rounds) - first
+        return {"ok": rounds > 0, "seconds": (NOW() - began) / max(1, rounds),
+                "CPU": (self.cpu() - used) / max(1, rounds)}
+
+    async def steady(self) -> Found:
+        """Iterations of a second."""
+        self.length = 1.0
+        await self._rounds(2)
+        self.latencies.clear()
+        began, used = NOW(), self.cpu()
+        rounds = await self._rounds(6)
+        took = NOW() - began
+        late = sorted(self.latencies) or [float("nan")]
+        return {"ok": rounds > 0, "iteration": took / max(1, rounds), "of a core": (self.cpu() - used) / took,
+                "acknowledged, median": statistics.median(late), "worst": late[-1], "MB": self.megabytes()[0]}
+
+    async def death(self) -> Found:
+        """A worker dies: its connection ends, and its node says so."""
+        self.length = self.length or 1.0
+        await asyncio.sleep(0.3)
+        victim, order = max(self.workers), self.order
+        assert order is not None
+        sent, used, killed = self._bytes(), self.cpu(), NOW()
+        self.workers.pop(victim).abort()
+        node = next(node for node, share in enumerate(self.shares) if victim in share)
+        if node:
+            self.agents[node].say(Ended(victim, -9))
+        ok = await self._until(lambda: self._all_have_order(order.number))
+        found: Found = {"ok": ok, "CPU": self.cpu() - used}
+        marks = self.marks(killed)
+        for name, what in (("missed", "Failed"), ("plan asked", "PlanAsked"), ("planned", "PlanAnswered"),
+                           ("order made", "OrderGiven")):
+            found[name] = next((one["at"] - killed for one in marks if one["what"] == what), None)
+        if order.ended:
+            found["last told to stop"] = max(order.ended) - killed
+        if ok and self.order is not None:
+            at = sorted(self.order.received.values())
+            found |= {"first order": at[0] - killed, "last order": at[-1] - killed, "bytes": self._bytes() - sent}
+            await self._rounds(1)
+            found["first commit"] = self.rounds[-1] - killed
+        else:
+            found["told"] = [one["text"] for one in marks if one["what"] == "told"][-3:]
+        return found
+
+    async def back(self) -> Found:
+        """The dead worker comes back."""
+        order = self.order
+        assert order is not None
+        missing = sorted(set(self.every) - self.workers.keys())
+        began, used = NOW(), self.cpu()
+        fakes = [FakeWorker(self, worker) for worker in missing]
+        self.workers |= {fake.worker: fake for fake in fakes}
+        await self._connect(list(fakes))
+        ok = await self._until(lambda: self._all_have_order(order.number))
+        found: Found = {"ok": ok, "CPU": self.cpu() - used}
+        if ok and self.order is not None:
+            at = sorted(self.order.received.values())
+            found |= {"last order": at[-1] - began, "pause": at[-1] - self.rounds[-1]}
+        return found
+
+    async def restart(self) -> Found:
+        """Node 0 is killed, and another one goes on."""
+        order, port = self.order, self._port
+        assert order is not None and self._process is not None
+        self._process.kill()
+        self._process.wait()
+        known = {worker: (fake.epoch, Known(fake.order, tuple(sorted(order.members)), fake.reached, fake.layers, None,
+                                            False, fake.begun)) for worker, fake in self.workers.items()}
+        for one in (*self.workers.values(), *self.agents.values()):
+            one.abort()
+        self.workers = {}
+        await self.launch("--behind", str(port))
+        began, used, epoch = NOW(), self.cpu(), next(iter(known.values()))[0]
+        self.workers = {worker: FakeWorker(self, worker, *one) for worker, one in known.items()}
+        self.agents = {node: FakeAgent(node, epoch, tuple(worker for worker in share if worker in known))
+                       for node, share in enumerate(self.shares) if node}
+        await self._connect([*self.agents.values(), *self.workers.values()])
+        connected = NOW() - began
+        ok = await self._until(lambda: self._all_have_order(order.number))
+        found: Found = {"ok": ok, "connected": connected, "CPU": self.cpu() - used}
+        if ok and self.order is not None:
+            found |= {"last order": max(self.order.received.values()) - began, "found": len(self.order.received)}
+        return found
+
+    # --- helpers
+
+    def _all_have_order(self, after: int) -> bool:
+        return self.order is not None and self.order.number > after and len(self.order.received) >= len(self.workers)
+
+    def _bytes(self) -> int:
+        return sum(fake.bytes for fake in self.workers.values())
+
+    async def _rounds(self, count: int) -> int:
+        first = len(self.rounds)
+        await self._until(lambda: len(self.rounds) >= first + count)
+        return len(self.rounds) - first
+
+    async def _connect(self, fakes: list[Fake]) -> None:
+        loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)
+
+        async def one(fake: Fake) -> None:
+            async with gate:
+                await loop.create_connection(lambda: fake, LOOPBACK, self._port)
+
+        await asyncio.gather(*map(one, fakes))
+
+    async def _until(self, condition: Callable[[], bool]) -> bool:
+        deadline = NOW() + self._options.patience
+        while not condition():
+            if NOW() > deadline:
+                return False
+            await asyncio.sleep(0.005)
+        return True

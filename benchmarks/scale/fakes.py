@@ -1,0 +1,164 @@
+"""Fake workers and node agents: they speak the protocol of the project, and compute nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET
+from runtime.protocol import to_node_agent, to_worker
+from runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, Answer
+from runtime.protocol.channel import Frames, frame
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import (
+    FetchUpToDate,
+    Heartbeat,
+    JoinNode,
+    JoinWorker,
+    Known,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+    Status,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
+from runtime.replay.recorder import OpTime
+from schedules.ops import OpKind
+from schedules.schedule import Worker
+
+if TYPE_CHECKING:
+    from benchmarks.scale.cluster import Cluster
+
+
+class Fake(asyncio.Protocol):
+    """One connection to node 0: shakes hands, and passes messages on."""
+
+    def __init__(self, hello: msgspec.Struct, decode: Callable[[bytes], object]) -> None:
+        self._hello, self._decode = hello, decode
+        self._answer: Answer | None = None
+        self._frames: Frames | None = None
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the greeting."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Node 0 is gone, or has given this one up."""
+        self._transport = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, and both ends know each other."""
+        return self._transport is not None and self._frames is not None
+
+    def abort(self) -> None:
+        """End the connection, as the end of the process would."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+    def say(self, message: msgspec.Struct) -> None:
+        """Send a message."""
+        if self._transport is not None and self._answer is not None:
+            self._transport.write(frame(message).tagged(self._answer.keys.sending))
+
+    def data_received(self, data: bytes) -> None:
+        """Answer the greeting, check the proof, then take messages."""
+        self.bytes += len(data)
+        if self._frames is None:
+            data = self._shake_hands(data)
+        if self._frames is not None:
+            for body in self._frames.feed(data):
+                self.take(self._decode(body))
+
+    def take(self, message: object) -> None:
+        """A message has come."""
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        self._received += data
+        if self._answer is None and len(self._received) >= GREETING_BYTES:
+            self._answer = Answer(SECRET, "control", bytes(self._received[:GREETING_BYTES]))
+            del self._received[:GREETING_BYTES]
+            assert self._transport is not None
+            self._transport.write(self._answer.hello)
+            self.say(self._hello)
+        if self._answer is None or len(self._received) < TAG_BYTES:
+            return b""
+        self._answer.require(bytes(self._received[:TAG_BYTES]))
+        self._frames = Frames(self._answer.keys.receiving)
+        rest = bytes(self._received[TAG_BYTES:])
+        self._received.clear()
+        return rest
+
+
+class FakeAgent(Fake):
+    """The launcher of a node other than node 0."""
+
+    def __init__(self, node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
+        super().__init__(JoinNode(node, epoch, alive), to_node_agent.decode)
+
+
+class FakeWorker(Fake):
+    """A worker that steps when the cluster says so; the cluster is told of orders and acknowledgements."""
+
+    def __init__(self, cluster: "Cluster", worker: Worker, epoch: int = 0, known: Known | None = None) -> None:
+        super().__init__(JoinWorker(worker, epoch), to_worker.decode)
+        self._cluster, self.worker, self.known = cluster, worker, known
+        self.epoch = epoch
+        self.order = 0
+        """The one that it takes part in; 0: none."""
+        self.begun = self.reached = -1
+        self.ended = False
+        self.sent = 0.0
+        self.layers = ((LAYERS_A_STAGE * worker.column, LAYERS_A_STAGE * (worker.column + 1)),)
+        self._times = tuple(OpTime(kind, worker.column, 2 * cluster.stages, 0.01)
+                            for kind in (OpKind.F, OpKind.I, OpKind.W))
+
+    def take(self, message: object) -> None:
+        """Do as node 0 says."""
+        match message:
+            case Setup():
+                self.epoch = message.epoch
+                self.say(Ready(self.worker, "text", ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
+                               "folder", self.known))
+                self._cluster.prepared(self)
+            case Train():
+                self._cluster.trains(self, message)
+            case Acknowledged() if message.order == self.order:
+                if message.stop:
+                    self.pause()
+                self._cluster.acknowledged(self, message)
+            case EndOrder() if message.order == self.order:
+                self.ended = True
+                self._cluster.order_ended(self)
+                self.pause()
+            case Fetch() if any(move.target == self.worker for move in message.moves):
+                self.say(FetchUpToDate(self.worker, message.number))
+            case ReportStatus():
+                self.say(Status(self.worker, "waits", 1.0, waits=True))
+            case Leave():
+                self.abort()
+
+    def begins(self, order: int, first: int) -> None:
+        """An order begins, in which it takes part."""
+        self.order, self.begun, self.reached, self.ended = order, first - 1, first - 1, False
+        self.say(Started(self.worker, order))
+
+    def ran(self, iteration: int) -> None:
+        """Report an iteration of the present order."""
+        self.reached, self.sent = iteration, time.monotonic()
+        self.say(Ran(self.worker, self.order, iteration, 0.001, 0.5, self._times))
+
+    def pause(self) -> None:
+        """Stop, and say so."""
+        self.say(Paused(self.worker, self.order, self.layers, None, None))
+
+    def beat(self) -> None:
+        """Live."""
+        self.say(Heartbeat())

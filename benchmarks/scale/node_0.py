@@ -1,0 +1,155 @@
+"""Node 0 of a run of fake workers: event loop, commit log, planning and files as in any run; no processes, no model.
+
+    python -m benchmarks.scale.node_0 WORKERS FOLDER [--behind PORT] [--table DIR] [--heartbeat-timeout SEC]
+
+It appends to FOLDER/marks.jsonl what happens, each with time.monotonic.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET, first_schedule, job_of, shares_of
+from planner.failures import FailurePlanner
+from runtime.config import ModelConfig, RunConfig
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_log import EventLog, both
+from runtime.coordinator.event_loop import EventLoop
+from runtime.coordinator.loss_file import LossFile, read_losses
+from runtime.coordinator.metrics import Work, record_metrics
+from runtime.coordinator.run import Run
+from runtime.events import LOSSES, Event
+from runtime.failure_domains import find_domains
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
+from runtime.processes.stop_signals import StopSignals
+from runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
+from runtime.protocol.setup import FormSpec, Setup
+from runtime.replay.placement import Placement
+from runtime.run_folder import LeftBehind
+from schedules.schedule import Schedule
+from schedules.tables.table import Table
+
+MARKS = "marks.jsonl"
+
+
+class Marks:
+    """What happens at node 0, for the process that measures."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / MARKS).open("a", buffering=1)
+
+    def __call__(self, what: str, **more: object) -> None:
+        """Enter something that happens now."""
+        self._file.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
+
+    def event(self, event: Event) -> None:
+        """Enter an event of the run."""
+        self(type(event).__name__, took=getattr(event, "took", None), error=getattr(event, "error", None))
+
+
+class NoProcesses:
+    """In place of node 0's own: nothing starts, nothing ends."""
+
+    def __init__(self) -> None:
+        self._readable, self._writable = os.pipe()
+
+    def fileno(self) -> int:
+        """For a selector: never readable."""
+        return self._readable
+
+    def poll(self) -> list[object]:
+        """Nobody has ended."""
+        return []
+
+    def do(self, command: object) -> None:
+        """Start or kill nobody."""
+
+    def running(self, **_: object) -> contextlib.AbstractContextManager[None]:
+        """Nobody."""
+        return contextlib.nullcontext()
+
+
+def setup_of(schedule: Schedule, nodes: int, domains: tuple, options: argparse.Namespace) -> Setup:
+    """What workers are told."""
+    grid, placement = schedule.grid, Placement(range(schedule.grid.layer_count + 1))
+    return Setup(
+        first_iteration=0, iterations=10**7, traced=0, nodes=nodes, transport="gloo", device="cpu",
+        store=Rendezvous(LOOPBACK, 1), cuts=placement.cuts,
+        columns=tuple(tuple(sorted(placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=tuple(FormSpec((((1, 4096, 4096), "torch.bfloat16"),)) for _ in placement.cuts),
+        failure_domains=domains, loss_scale=1 / grid.total_microbatches, microbatches=grid.microbatches,
+        heartbeat_timeout_seconds=options.heartbeat_timeout, epoch=time.time_ns())
+
+
+@contextlib.contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Profile from SIGUSR1 on; written when this process is told to end."""
+    profile = cProfile.Profile()
+
+    def end(*_: object) -> None:
+        if path is not None:
+            profile.disable()
+            profile.dump_stats(path)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGUSR1, lambda *_: profile.enable())
+    yield
+
+
+def main() -> None:
+    """Serve until told to end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workers", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--behind", type=int, help="the port of a node 0 that has died")
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--heartbeat-timeout", type=float, default=5.0)
+    parser.add_argument("--profile", type=Path)
+    options = parser.parse_args()
+    folder, mark = options.folder, Marks(options.folder)
+    job = job_of(options.workers)
+    first = first_schedule(job, folder)
+    planner = FailurePlanner(job, first, None if options.table is None else Table.load(options.table))
+    workers = [seat.worker for seat in first.seats]
+    shares = shares_of(workers)
+    domains = find_domains(first.grid, shares, 1, ())
+    behind = None if options.behind is None else LeftBehind(
+        epoch=1, coordinator=Rendezvous(LOOPBACK, options.behind), first_iteration=0, resume=None, fork_server=None)
+    losses = None if behind is None else read_losses(folder / LOSSES, 0)
+    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(first.job)
+    run = Run(schedule=first, scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
+              setup=setup_of(first, len(shares), domains.domains, options), shares=shares, config=config,
+              secret=SECRET, injections=(), out=folder, behind=behind, losses=losses,
+              notify=lambda news: mark("told", text=str(news)[:300]))
+    places = {worker: node for node, share in enumerate(shares) for worker in share}
+    processes = ProcessManager(cast(NodeProcesses, NoProcesses()), places)
+    with profiled(options.profile), contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, Work(
+            tokens=1, flops=1.0, peak_flops=None), None))
+        loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()), lambda *_: mark("committed"),
+                                                 metrics))
+        event_log = stack.enter_context(EventLog(folder, lambda: log.next_iteration,
+                                                 both(metrics.observe, mark.event)))
+        events = EventLoop(run, log, loss_file, processes, event_log)
+
+        async def serve() -> None:
+            listener, address = listen(None if behind is None else behind.coordinator)
+            mark("listens", port=address.port, pid=os.getpid(),
+                 megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            await events.serve(listener, StopSignals())
+
+        asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

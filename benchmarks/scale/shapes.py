@@ -1,0 +1,43 @@
+"""The job of so many workers, its first schedule, and what node 0 and fake workers both know."""
+
+from pathlib import Path
+
+from benchmarks.jobs import uniform_job
+from planner.job.file import Job
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from runtime.failure_domains import shares_of_nodes
+from runtime.protocol.authentication import Secret
+from schedules import codec
+from schedules.schedule import Schedule, Worker
+
+SECRET = Secret(b"of a run that trains nothing, 32 B")
+WORKERS_A_NODE = 8
+LAYERS_A_STAGE = 2
+
+
+def grid_of(workers: int) -> tuple[int, int]:
+    """Pipelines and stages. Raises ValueError where so many workers make no grid."""
+    stages = 4 if workers < 64 else 8 if workers < 256 else 16
+    if workers < 2 * stages or workers % stages:
+        raise ValueError(f"{workers} workers are no grid: give a multiple of {stages}, at least {2 * stages}")
+    return workers // stages, stages
+
+
+def job_of(workers: int) -> Job:
+    """Two micro-batches a stage, room for as many, two layers a stage."""
+    pipelines, stages = grid_of(workers)
+    return uniform_job(pipelines, stages, 2 * stages, capacity=2 * stages, layers=[LAYERS_A_STAGE] * stages)
+
+
+def first_schedule(job: Job, folder: Path) -> Schedule:
+    """Planned by the list schedulers, once for a folder."""
+    path = folder / f"{job.name}.json"
+    if not path.exists():
+        codec.write(plan_only(PlanOptions(method="greedy", time_limit=1.0), job, ()).schedule, path)
+    return codec.read(path)
+
+
+def shares_of(workers: list[Worker]) -> list[list[Worker]]:
+    """The workers of each node."""
+    return [list(share) for share in shares_of_nodes(workers, max(1, len(workers) // WORKERS_A_NODE), ())]
