@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -151,7 +152,7 @@ class Windows:
 
 def windows_of(job: Job, options: PlanOptions) -> Windows:
     """Those of a job's plans by these options, whether micro-batches are cut or not."""
-    return Windows(lambda failed: options.shared_problem(job, failed))
+    return Windows(partial(options.shared_problem, job))  # which is sent to other processes
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
