@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.model.bound import Bound
-from planner.model.bounds import strongest_bound
-from planner.model.holdings import held_problem, in_place
-from planner.model.problem import Problem
-from planner.normalise import Windows
-from planner.report import shared_ticks
-from schedules.schedule import Schedule, Scope, Worker
+from slipstream.planner.model.bound import Bound
+from slipstream.planner.model.bounds import strongest_bound
+from slipstream.planner.model.holdings import held_problem, in_place
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.normalise import Windows
+from slipstream.planner.report import shared_ticks
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 
 def proven_bound(schedule: Schedule) -> Bound:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from schedules.scope import Scope
+from slipstream.schedules.scope import Scope
 
 
 class Bound(msgspec.Struct, frozen=True):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.layout.types import Held, LiveWorker, MicroBatch
-from planner.model.bound import Bound
-from planner.model.unions import joined
-from schedules.errors import NoScheduleError
-from schedules.layers import LayerRange, total
-from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Scope, Times, Worker
+from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch
+from slipstream.planner.model.bound import Bound
+from slipstream.planner.model.unions import joined
+from slipstream.schedules.errors import NoScheduleError
+from slipstream.schedules.layers import LayerRange, total
+from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Scope, Times, Worker
 
 
 class NoPlanError(NoScheduleError):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.model import assemble
-from planner.model.bound import Bound
-from planner.model.decompose import Piece
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from schedules.scope import Scope
+from slipstream.planner.model import assemble
+from slipstream.planner.model.bound import Bound
+from slipstream.planner.model.decompose import Piece
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.schedules.scope import Scope
 
 
 class AnnealingEffort(msgspec.Struct, frozen=True):
