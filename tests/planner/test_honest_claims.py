@@ -8,8 +8,8 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-import slipstream.cli.plan
-import slipstream.planner.plan
+import slipstream.cli.plan as plan_command
+import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
 from slipstream.planner.claims import proven_bound
@@ -59,8 +59,8 @@ def test_a_bound_with_layers_in_place_is_none_where_they_move(method, scope):
 
 
 def test_a_large_job_in_blocks_says_that_its_bound_is_of_layers_in_place(monkeypatch):
-    monkeypatch.setattr(planner.plan, "LARGEST_MOVED", 0)
-    monkeypatch.setattr(planner.plan, "blocks_within", lambda *_, **__: Blocks(2, 0.1))
+    monkeypatch.setattr(planner_plan, "LARGEST_MOVED", 0)
+    monkeypatch.setattr(planner_plan, "blocks_within", lambda *_, **__: Blocks(2, 0.1))
     made = plan_with(PlanOptions(layers="move", steps=200_000), FAR).schedule
     assert made.scope is Scope.OWN and made.seconds(made.lower_bound_ticks) > 6
 
@@ -217,8 +217,8 @@ def test_json_does_not_change_the_plan(tmp_path, monkeypatch):
         limits.append(options)
         raise typer.Exit(0)
 
-    monkeypatch.setattr(cli.plan, "make_plan", planned)
+    monkeypatch.setattr(plan_command, "make_plan", planned)
     for json in (False, True):
         with pytest.raises(typer.Exit):
-            cli.plan.plan(file, failed=["0.0"], json=json)
+            plan_command.plan(file, failed=["0.0"], json=json)
     assert limits[0] == limits[1]
