@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.planner.model.bound import Bound
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.holdings import held_problem, in_place
 from slipstream.planner.model.problem import Problem

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem, Unit

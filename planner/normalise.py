@@ -23,10 +23,10 @@ from itertools import islice
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import exact
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError, Problem

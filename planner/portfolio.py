@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
@@ -19,7 +20,6 @@ from slipstream.planner.layout.bounds import period_bound
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.layout.problem import LayoutProblem
 from slipstream.planner.layout.types import Layout
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import exact_bound
 from slipstream.planner.model.from_job import layout_problem, problem_of_layout
 from slipstream.planner.model.problem import Problem

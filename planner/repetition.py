@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.search.compiled import load
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Worker, period_ticks, place

@@ -7,10 +7,10 @@ import networkx as nx
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution

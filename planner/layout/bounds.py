@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.layout.parts import parts_of
 from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.model.bound import Bound
 from slipstream.schedules.schedule import Scope, Worker
 
 Unavailable = Callable[[Worker], int]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from slipstream.planner.model.bound import Bound
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.drain import Room, most_left
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.shared_bounds import Named, shared_bounds

@@ -5,12 +5,12 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.shared_state import with_shared_state
 from slipstream.planner.layout.problem import LayersMode, LayoutProblem
 from slipstream.planner.layout.types import Held, Layout
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.holdings import held_problem, in_place, live_workers, reductions_of
 from slipstream.planner.model.problem import Leg, NoPlanError, Problem
 from slipstream.planner.model.ticks import memory_in_units, tick_of, times_in_ticks

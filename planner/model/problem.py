@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.unions import joined
 from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.layers import LayerRange, total

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from slipstream.planner.model.bound import Bound
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.search.incumbent import Incumbent

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.model import assemble
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.decompose import Piece
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.search.bound import divided

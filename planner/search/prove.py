@@ -2,8 +2,8 @@
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.params import CpSatParams
 from slipstream.planner.search.incumbent import Incumbent

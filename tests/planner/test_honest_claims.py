@@ -12,10 +12,10 @@ import slipstream.cli.plan as plan_command
 import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
+from slipstream.planner.bound import Bound
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.layout_bound import most_forward
@@ -165,7 +165,7 @@ def test_what_rounding_takes_counts_all_that_takes_time():
     tick = tick_of(job, layer_costs(job))
     rounding = _rounding(job, layer_costs(job), tick, tick_of(job) / tick)
     exact = Fraction("4.00000051") / tick
-    assert rounding.sure(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
+    assert rounding.least(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
     assert rounding.ticks > 0
 
 

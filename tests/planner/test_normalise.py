@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from slipstream.planner import normalise
-from slipstream.planner.model.bound import Bound
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import candidates, normal_form, normalised, windows_of

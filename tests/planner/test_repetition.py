@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from slipstream.planner import repetition
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock, StepClock
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem

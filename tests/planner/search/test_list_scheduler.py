@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bound import Bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.model.start_times import solution_period
