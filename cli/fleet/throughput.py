@@ -28,7 +28,7 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.normalise import Windows, arrangements
+from slipstream.planner.normalise import Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.baselines import one_f_one_b
 from slipstream.planner.search.compiled import ready
@@ -181,7 +181,7 @@ class Throughputs:
         return msgspec.structs.replace(self.job, pipelines=enough, microbatches=(count,) * enough)
 
     def _windows_of(self, job: Job) -> Windows:
-        return self._windows.setdefault(job.pipelines, Windows(job, self._options))
+        return self._windows.setdefault(job.pipelines, windows_of(job, self._options))
 
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""
