@@ -118,13 +118,14 @@ def test_the_published_trace():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Figures are planned in a twentieth of the time: what is asked of them holds of any plans."""
-    monkeypatch.setattr(published, "SETTLE_SECONDS", 0.2)
+    """Figures are planned in a twentieth of the steps: what is asked of them holds of any plans."""
+    monkeypatch.setattr(published, "SETTLE_SECONDS", 0.05)
 
 
-def test_throughput_by_failures_of_the_published_job(quick):
+def test_throughput_by_failures_of_the_published_job(quick, monkeypatch):
+    monkeypatch.setattr(failures, "MOST", 5)
     found = steady_rates(8)
-    assert found["fault-scaled"] == pytest.approx(published.FAULT_SCALED, rel=0.002)
+    assert found["fault-scaled"] == pytest.approx(published.FAULT_SCALED[:6], rel=0.002)
     for ours, recycle, limit in zip(found["slipstream"], found["recycle"], found["work-conserving"], strict=True):
         assert recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9)
     assert found["recycle"][4] == pytest.approx(published.RECYCLE_6_7B[4], rel=0.15)
@@ -161,4 +162,4 @@ def test_one_failure_more_is_planned_only_where_that_can_be_faster():
     plans = SettledPlans(job(), lines.append, plan_seconds=0.05)
     assert 21.6 < plans.answer(1).period < 27.0
     assert lines == ["planning for 1 of 6 workers down, with layers moved"]
-    assert plans.answer(0).period == plans.answer(1).period and len(lines) == 1
+    assert plans.answer(0).period < plans.answer(1).period and len(lines) == 2
