@@ -16,14 +16,18 @@ import msgspec
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.layout.bounds import work_bound
 from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.decompose import Piece, decompose
+from slipstream.planner.model.from_job import layout_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.normalise import Counts, Windows, arrangements
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.progress import ProgressCallback, quiet
 from slipstream.planner.search.assignment import assign
@@ -31,6 +35,7 @@ from slipstream.planner.search.baselines import one_f_one_b
 from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import solve
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 
 LARGE = 30_000
@@ -72,7 +77,7 @@ class Periods:
         """Bounds, and the best distributions of failures over columns, of the part that so many failures affect."""
         job = self.affected(failures)
         if job.pipelines not in self._windows:
-            self._windows[job.pipelines] = Windows(job, self._options)
+            self._windows[job.pipelines] = windows_of(job, self._options)
         return self._windows[job.pipelines]
 
     def planned(self, down: Counts) -> tuple[float, bool]:
@@ -136,6 +141,11 @@ class Periods:
         if key not in self._pieces:
             self._pieces[key] = assemble.period(problem, solver(problem))
         return self._pieces[key]
+
+
+def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
+    """Seconds that no plan is shorter than, whatever layers live workers hold: the work that they share."""
+    return float(work_bound(layout_problem(job, failed, layers="move")) * tick_of(job, layer_costs(job)))
 
 
 def _round_robin(problem: Problem) -> Pieces:

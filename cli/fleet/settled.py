@@ -15,8 +15,8 @@ import msgspec
 from slipstream.planner import NoPlanError
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.periods import least_with_any_layers
 from slipstream.planner.plan import plan_only
-from slipstream.planner.portfolio import any_layers_bound
 from slipstream.planner.transition import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -60,7 +60,6 @@ class SettledPlans:
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
         self._job = msgspec.structs.replace(job, layers=layers)
-        self._tick_seconds = PlanOptions().problem(job).tick_seconds
         self._announce = announce
         self._options = PlanOptions(method="greedy", layers="move", steps=0)
         self._seconds = plan_seconds
@@ -100,8 +99,7 @@ class SettledPlans:
         job = self._part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
-        least = any_layers_bound(self._options, job, stacked(failures, pipelines, job.stages))
-        return least * self._tick_seconds
+        return least_with_any_layers(job, stacked(failures, pipelines, job.stages))
 
     def _planned(self, pipelines: int, failures: int, slow: Slow) -> Settled | None:
         job, affected = self._part(pipelines), failures + slow.workers
