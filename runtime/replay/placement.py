@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from runtime.model.layers.layered_model import split_layers
 from runtime.model.layers.sharing import Sharing
-from runtime.replay.communication import Shared
+from runtime.replay.session import Shared
 from schedules.layers import LayerRange, joined_ranges, layers_in
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 

@@ -18,15 +18,15 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import ToWorker, Train
 from runtime.replay.dealt_samples import DealtSamples
 from runtime.replay.placement import Placement
+from runtime.replay.session import Links, Session
+from runtime.replay.sockets import Sockets
 from runtime.torch_private import TCPStore
 from runtime.worker.activity import Activity
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.connections import Connections
 from runtime.worker.device_memory import DeviceMemory
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import RankReceivers, RankSenders
-from runtime.worker.sockets import Sockets
 from schedules.schedule import Schedule, Worker
 
 WorkerLink = CoordinatorLink[ToWorker, Setup]
@@ -42,6 +42,8 @@ class WorkerContext:
     channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
+    links: Links
+    """Those that live from order to order."""
     setup: Setup
     config: RunConfig
     """Of this node's own job file."""
@@ -87,7 +89,7 @@ class OrderContext:
     context: WorkerContext
     order: Train
     schedule: Schedule
-    connections: Connections
+    session: Session
     activity: Activity
     samples: DealtSamples
     """What the names of the schedule stand for."""

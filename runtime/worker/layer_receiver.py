@@ -26,6 +26,7 @@ from runtime.model.state.optimizer import UndoableOptimizer
 from runtime.model.state.part_state import PartState
 from runtime.protocol.authentication import Secret, introduce
 from runtime.protocol.to_worker import LayerMove, PartMove
+from runtime.replay.sockets import Sockets, sockets_of
 from runtime.replay.transfers import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
     GenerationBegins,
@@ -41,7 +42,6 @@ from runtime.worker.layer_messages import (
     pack,
     read_message,
 )
-from runtime.worker.sockets import Sockets, sockets_of
 from schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from runtime.protocol.authentication import Secret
+from runtime.replay.sockets import Sockets, sockets_of
 from runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
@@ -27,7 +28,6 @@ from runtime.worker.layer_messages import (
     PartStepped,
 )
 from runtime.worker.layer_server import LayerServer, Receiver
-from runtime.worker.sockets import Sockets, sockets_of
 
 POLL_SECONDS = 0.002
 

@@ -13,11 +13,11 @@ from runtime.model.layers.shards import Shards, shards_of, state_of_rank
 from runtime.model.ranks.own_ranks import joined_state
 from runtime.model.state.holding import Holding
 from runtime.model.state.optimizer import UndoableOptimizer
+from runtime.replay.sockets import Sockets
 from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import Layers, LayerSender
 from runtime.worker.layer_store import ByRank, LayerStore
-from runtime.worker.sockets import Sockets
 
 
 class _RankLayers:

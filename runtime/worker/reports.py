@@ -8,9 +8,9 @@ from runtime.model.state.steps import Steps
 from runtime.protocol.to_coordinator import Ran, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor
 from runtime.replay.recorder import Recorder
+from runtime.replay.session import OrderEndedError
 from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import WAITS
-from runtime.worker.connections import OrderEndedError
 from runtime.worker.context import OrderContext
 
 ANSWER_SECONDS = 600.0

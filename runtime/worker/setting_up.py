@@ -25,6 +25,7 @@ from runtime.protocol.rendezvous import RendezvousError, address_towards, connec
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from runtime.protocol.to_worker import Leave
 from runtime.replay.placement import Placement
+from runtime.replay.session import Links
 from runtime.torch_private import TCPStore
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
@@ -55,7 +56,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     layer_store = _layer_store(spec, model, checkpoints)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel), setup=channel.setup,
+        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
+        links=Links(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
