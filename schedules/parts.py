@@ -55,7 +55,7 @@ class Part(Schedule, frozen=True, kw_only=True):
     """A schedule as one worker knows it: with its own seat and program alone."""
 
     crossings: tuple[Crossing, ...] = ()
-    """What it sends and receives, by their numbers."""
+    """What it sends and receives, by number."""
     sums: Sums = ()
     ties: tuple[tuple[int, tuple[Worker, ...]], ...] = ()
     """The groups of layers that share parameters of which it holds any, by their number, with all workers that do."""
@@ -73,16 +73,6 @@ class Part(Schedule, frozen=True, kw_only=True):
         if not self.own_routes:
             return self.grid.path(microbatch)
         return next((slices for one, number, slices in self.own_routes if (one, number) == (pipeline, microbatch)), ())
-
-    def sums_of(self, worker: Worker) -> Sums:
-        """Its own."""
-        assert worker == self.seats[0].worker
-        return self.sums
-
-    def crossings_of(self, worker: Worker) -> Sequence[Crossing]:
-        """Its own."""
-        assert worker == self.seats[0].worker
-        return self.crossings
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +94,11 @@ class Share(NamedTuple):
     """Digests of contents: of what all workers know, of its `Work`, of its sums."""
     work: str
     sums: str
+
+    @property
+    def contents(self) -> tuple[str, str, str]:
+        """All digests."""
+        return self.frame, self.work, self.sums
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -140,7 +135,8 @@ def divide(schedule: Schedule, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
         pipelines, work = works[seat.worker]
         shares[seat.worker] = Share(msgspec.structs.replace(seat, program=0), pipelines, frame, work,
                                     sums[seat.program, mine])
-    return Parts(schedule.failed, shares, contents)
+    down = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
+    return Parts(down, shares, contents)
 
 
 def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, bytes]) -> Part:
@@ -156,6 +152,16 @@ def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, b
                                  for pipeline, number, slices in work.routes))
 
 
+def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
+    """What a live worker sends and receives, by number; of a part, its own worker."""
+    if isinstance(schedule, Part):
+        assert worker == schedule.seats[0].worker
+        return schedule.crossings
+    pipeline = schedule.seat_of[worker].role.pipeline
+    group = next(group for group in groups(schedule) if pipeline in group)
+    return crossings_by_worker(schedule, group)[worker]
+
+
 def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
     """What each worker whose role is in these pipelines sends and receives, by number.
 
@@ -165,7 +171,7 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
     places = _places(schedule, seats)
-    found = _numbered(schedule, places, _by_time(schedule, seats, places))
+    found = _numbered(schedule, places, _by_time(schedule, places))
     if not _can_be_followed(found):
         found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
     by_worker: dict[Worker, list[Crossing]] = {seat.worker: [] for seat in seats}
@@ -241,7 +247,7 @@ def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
     return found
 
 
-def _by_time(schedule: Schedule, seats: Sequence[Seat], places: Places) -> list[OpKey]:
+def _by_time(schedule: Schedule, places: Places) -> list[OpKey]:
     """Ops that may give something to others, by their planned starts; of equals, the one that is earlier on its way."""
     def when(key: OpKey) -> tuple[int, int, int]:
         kind, slice, pipeline, microbatch = key

@@ -13,8 +13,10 @@ from msgspec.structs import replace
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError, first_line
 from runtime.events import Phase, PlanAnswered, PlanAsked
+from schedules.codec import encode
 from schedules.errors import NoScheduleError as NoScheduleError
 from schedules.layers import LayerRange
+from schedules.parts import Parts, divide
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
@@ -91,6 +93,20 @@ STUCK_SECONDS = 20.0
 """What is planned for longer holds up nothing else: a thread cannot be ended."""
 
 
+class Prepared(NamedTuple):
+    """A schedule as it is given in an order."""
+
+    text: bytes
+    """As a file."""
+    parts: Parts
+    """What each worker is told of it."""
+
+
+MOST_PREPARED = 8
+"""Schedules that are kept prepared: those of the present order, of its join, and of what is decided meanwhile."""
+Divide = Callable[[Schedule], Parts]
+
+
 class ScheduleService:
     """Asks a `Scheduler` for schedules, and keeps the answers until `forget`.
 
@@ -110,12 +126,18 @@ class ScheduleService:
         What to ask where layers have moved, or may move.
     with_degraded
         What to ask while workers go on as half their processes; None: as else.
+    divided
+        What divides schedules among their workers.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
                  events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None,
-                 rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None) -> None:
+                 rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None,
+                 divided: Divide = divide) -> None:
         self.first = first
+        self._divided = divided
+        self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
+        """By the identity of the schedule, which is kept with it."""
         self._finders = Finders(scheduler, at_speeds, rebalancer)
         self._with_degraded = with_degraded
         self.stand_for: Mapping[Worker, int] = {}
@@ -128,6 +150,17 @@ class ScheduleService:
         self._answers: dict[Question, Schedule | BaseException] = {}
         self._asked: dict[Question, float] = {}
         """What threads are finding schedules for, and since when."""
+
+    def prepared(self, schedule: Schedule) -> Prepared:
+        """A schedule as it is given in an order. What was asked for here was prepared where it was found."""
+        known = self._prepared.pop(id(schedule), None) or (schedule, self._prepare(schedule))
+        self._prepared[id(schedule)] = known
+        while len(self._prepared) > MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        return known[1]
+
+    def _prepare(self, schedule: Schedule) -> Prepared:
+        return Prepared(encode(schedule), self._divided(schedule))
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
@@ -217,7 +250,12 @@ class ScheduleService:
             find = self._finder(question)
             self._asked[question] = time.monotonic()
             self._events.write(PlanAsked(down=question.down, phase=question.phase))
-            in_background(find, partial(self._take, question))
+
+            def work() -> tuple[Schedule, Prepared]:
+                found = without_idle(find())
+                return found, self._prepare(found)
+
+            in_background(work, partial(self._take, question))
         return answer
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
@@ -240,7 +278,13 @@ class ScheduleService:
         """Drop all answers."""
         self._answers.clear()
 
-    def _take(self, question: Question, answer: Schedule | BaseException) -> None:
+    def _take(self, question: Question, found: tuple[Schedule, Prepared] | BaseException) -> None:
+        answer: Schedule | BaseException
+        if isinstance(found, BaseException):
+            answer = found
+        else:
+            answer = found[0]
+            self._prepared[id(answer)] = found
         if isinstance(answer, BaseException) and not isinstance(answer, NoScheduleError | RunError):
             answer = NoScheduleError(f"the planner failed: {type(answer).__name__}: {first_line(answer)}")
         self._answers[question] = answer

@@ -17,11 +17,16 @@ from schedules.dealing import CostError, Dealer, require_costs
 from schedules.schedule import Schedule
 
 
+def deals(data: Data, training: TrainingConfig) -> bool:
+    """Whether names stand for other samples than their own."""
+    return training.deal_swaps > 0 and knows_costs(data)
+
+
 def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig) -> None:
     """Raises ConfigError where what data tell of their first iteration cannot be: costs, or tokens that are asked for.
     """
     samples = schedule.grid.total_microbatches
-    if training.deal_swaps > 0 and knows_costs(data):
+    if deals(data, training):
         try:
             require_costs(data.costs(0), samples, schedule.grid.depth)  # type: ignore[attr-defined]
         except CostError as error:
@@ -43,8 +48,7 @@ class DealtSamples:
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
         self._ahead: tuple[int, Future[list[int]]] | None = None
         self._now: tuple[int, list[int]] | None = None
-        deals = training.deal_swaps > 0 and knows_costs(data)
-        self._pool = ThreadPoolExecutor(1, "dealing") if deals else None
+        self._pool = ThreadPoolExecutor(1, "dealing") if deals(data, training) else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
     def __call__(self, name: Microbatch) -> Microbatch:

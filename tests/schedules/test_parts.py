@@ -50,7 +50,8 @@ def require_parts(schedule):
         assert takes.slice == one.slice and (makes.pipeline, makes.microbatch) == (takes.pipeline, takes.microbatch)
         assert (makes.kind is OpKind.F) == (takes.kind is OpKind.F) == (one.tensor == "activation")
     for layers in {schedule.layers_of(op.slice) for op in schedule.all_ops() if op.kind is OpKind.A}:
-        holders = {op.worker for op in schedule.all_ops() if op.kind is OpKind.A and schedule.layers_of(op.slice) == layers}
+        holders = {op.worker for op in schedule.all_ops()
+                   if op.kind is OpKind.A and schedule.layers_of(op.slice) == layers}
         assert all(dict(parts[worker].sums)[layers] == tuple(sorted(holders)) for worker in holders)
 
 
