@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay import sleeping_job
-from planner.plan import plan_job
-from schedules.dealing import Costs, Dealer, costs_of
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.dealing import Costs, Dealer, costs_of
+from slipstream.schedules.schedule import Schedule, Worker
 
 CONTEXT, SIGMA, ATTENTION = 32_768, 1.5, 0.5
 FEW, MOST_SECONDS_OF_FEW, MOST_SECONDS = 512, 0.06, 1.0

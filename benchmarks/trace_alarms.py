@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.job.straggler_trace import StragglerTrace, read_straggler_trace
-from runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.job.straggler_trace import StragglerTrace, read_straggler_trace
+from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
+from slipstream.schedules.schedule import OpKind, Worker
 
 MOST_ITERATIONS = 5
 

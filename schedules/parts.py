@@ -12,10 +12,10 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from schedules.graph import groups, programs_of, transfers
-from schedules.layers import LayerRange
-from schedules.precedence import OpKey, Tensor, consumers
-from schedules.schedule import COMPUTE_KINDS, OpKind, Program, Schedule, Seat, Worker
+from slipstream.schedules.graph import groups, programs_of, transfers
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.precedence import OpKey, Tensor, consumers
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Program, Schedule, Seat, Worker
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
 """The ranges of layers by which a worker reduces gradients, each with all workers that do."""

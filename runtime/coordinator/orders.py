@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.join_planning import Join
-from runtime.coordinator.part_moves import AS_THEY_ARE
-from runtime.events import HandedOver, Joined, OrderGiven
-from runtime.model.state.parts import CutFor
-from runtime.protocol.to_worker import (
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.join_planning import Join
+from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
+from slipstream.runtime.events import HandedOver, Joined, OrderGiven
+from slipstream.runtime.model.state.parts import CutFor
+from slipstream.runtime.protocol.to_worker import (
     KEPT_CONTENTS,
     NOTHING,
     Assigned,
@@ -22,8 +22,8 @@ from runtime.protocol.to_worker import (
     PartMove,
     Train,
 )
-from schedules.parts import Parts
-from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.schedules.parts import Parts
+from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
 Address = tuple[str, int]
 

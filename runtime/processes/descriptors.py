@@ -2,7 +2,7 @@
 
 import resource
 
-from runtime.config import ConfigError
+from slipstream.runtime.config import ConfigError
 
 OWN = 256
 """Files, pipes and libraries of a launcher, whatever the number of workers."""

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
-from runtime.replay.group_store import GroupStore
-from runtime.replay.sockets import Sockets, cut, open_sockets
-from runtime.replay.transfers import TIMEOUT
-from runtime.torch_private import GlooDevice, Group, Store, gloo_device, gloo_group
+from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.sockets import Sockets, cut, open_sockets
+from slipstream.runtime.replay.transfers import TIMEOUT
+from slipstream.runtime.torch_private import GlooDevice, Group, Store, gloo_device, gloo_group
 
 
 class Meeting(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from runtime.model.ranks.own_ranks import RankForms, carried, carriers
-from runtime.replay.session import Session
-from runtime.replay.transfers import Arriving, Outgoing
-from schedules.parts import Crossing, crossings_of
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_form, made
+from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carriers
+from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.transfers import Arriving, Outgoing
+from slipstream.schedules.parts import Crossing, crossings_of
+from slipstream.schedules.schedule import Schedule, Worker
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""

@@ -10,11 +10,11 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed import Work
 
-from runtime.errors import first_line
-from runtime.replay.backend import Meeting
-from runtime.replay.sockets import Sockets
-from runtime.replay.transfers import TIMEOUT
-from runtime.torch_private import Group, NcclGroup, TCPStore, nccl_group
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.replay.backend import Meeting
+from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.replay.transfers import TIMEOUT
+from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, nccl_group
 
 AGAIN_SECONDS = 0.05
 """From one attempt to abort to the next."""

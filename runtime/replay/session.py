@@ -16,18 +16,25 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.model.layers.worker_group import Backend as RanksBackend
-from runtime.model.layers.worker_group import Connection
-from runtime.replay.backend import Backend, Gloo, Meeting
-from runtime.replay.group_store import GroupStore
-from runtime.replay.membership import Membership
-from runtime.replay.nccl import Nccl
-from runtime.replay.sockets import Sockets
-from runtime.replay.transfers import TIMEOUT, Arriving, CommunicationError, Outgoing, Summing, told_in_one_line
-from runtime.replay.transport import Transport
-from runtime.torch_private import Group, Store
-from schedules.layers import LayerRange, layers_text
-from schedules.schedule import Worker
+from slipstream.runtime.model.layers.worker_group import Backend as RanksBackend
+from slipstream.runtime.model.layers.worker_group import Connection
+from slipstream.runtime.replay.backend import Backend, Gloo, Meeting
+from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.replay.transfers import (
+    TIMEOUT,
+    Arriving,
+    CommunicationError,
+    Outgoing,
+    Summing,
+    told_in_one_line,
+)
+from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.torch_private import Group, Store
+from slipstream.schedules.layers import LayerRange, layers_text
+from slipstream.schedules.schedule import Worker
 
 Shared = LayerRange | str
 """What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.protocol.authentication import Secret
-from runtime.replay.sockets import Sockets, sockets_of
-from runtime.worker.layer_messages import (
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.replay.sockets import Sockets, sockets_of
+from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
     LayerPart,
@@ -27,7 +27,7 @@ from runtime.worker.layer_messages import (
     PartName,
     PartStepped,
 )
-from runtime.worker.layer_server import LayerServer, Receiver
+from slipstream.runtime.worker.layer_server import LayerServer, Receiver
 
 POLL_SECONDS = 0.002
 

@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.trace_alarms import found_slow
-from cli.app import app
-from planner.job.file import read_job
-from planner.job.straggler_trace import read_straggler_trace
-from planner.plan import plan_job
-from schedules.codec import write
+from slipstream.cli.app import app
+from slipstream.planner.job.file import read_job
+from slipstream.planner.job.straggler_trace import read_straggler_trace
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.codec import write
 from tests.jobs import grid
 
 pytestmark = pytest.mark.usefixtures("counted_steps")

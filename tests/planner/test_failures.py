@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-import planner.failures
-from planner.failures import FailurePlanner
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.repetition import TooLargeError
-from schedules.check import check
-from schedules.schedule import Worker
+import slipstream.planner.failures
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.repetition import TooLargeError
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 JOB = grid(3, 2, 2)

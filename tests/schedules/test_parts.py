@@ -5,12 +5,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-import schedules.library
-from schedules.codec import decode, encode
-from schedules.graph import programs_of, transfers
-from schedules.parts import _by_graph, _can_be_followed, _numbered, _places, crossings_by_worker, divide, part_from
-from schedules.schedule import OpKind, Worker
-from schedules.tables.table import Table
+import slipstream.schedules.library
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.graph import programs_of, transfers
+from slipstream.schedules.parts import (
+    _by_graph,
+    _can_be_followed,
+    _numbered,
+    _places,
+    crossings_by_worker,
+    divide,
+    part_from,
+)
+from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.tables.table import Table
 from tests.generate import BROKEN, HEALTHY, by_hand
 from tests.generate import schedules as some_schedules
 

@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from runtime.config import ConfigError
-from runtime.processes.descriptors import needed_by_node_0, require_descriptors
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
 
 
 def test_the_limit_is_raised_to_what_the_system_allows_and_compared(monkeypatch):
