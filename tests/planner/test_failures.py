@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-import slipstream.planner.failures
+from slipstream.planner import failures as failures_module
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
@@ -26,7 +26,7 @@ def test_a_job_too_large_to_be_planned_at_once_has_more_time(monkeypatch, enough
         return plan_only(msgspec.structs.replace(options, time_limit=0.1), job, down)
 
     asked, failures = (Worker(1, 1),), FailurePlanner(JOB, FIRST)
-    monkeypatch.setattr(planner.failures, "plan_only", plan)
+    monkeypatch.setattr(failures_module, "plan_only", plan)
     if enough > 1.0:
         with pytest.raises(NoPlanError, match="too large"):
             failures.after(asked)
