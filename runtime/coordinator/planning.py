@@ -170,26 +170,25 @@ class ScheduleService:
         """
         if self._as_first(live):
             return self.first
-        return self._fitting(live, self.get(self._down(live)))
+        return self.get(self._down(live))
 
     def at_once(self, held: Held) -> Schedule | None:
         """The schedule for workers that hold these layers, in which none move; None and errors as of `for_workers`."""
         live = [worker for worker, _ in held]
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, held, degraded=self._degraded(live)))
 
     def settled(self, held: Held) -> Schedule | None:
         """The schedule that is the best to come to for workers that hold these layers; None and errors likewise."""
         live = [worker for worker, _ in held]
         if self._as_first(live):
             return self.first
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, held, settled=True,
+                                   degraded=self._degraded(live)))
 
     def from_checkpoint(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order, where all layers are read anew; None and errors likewise."""
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, from_checkpoint=True,
+                                   degraded=self._degraded(live)))
 
     def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
         """What plans for speeds where workers hold what a schedule gives them, and none of it moves.
@@ -224,12 +223,11 @@ class ScheduleService:
     def _down(self, live: Sequence[Worker]) -> tuple[Worker, ...]:
         return tuple(sorted(set(self.first.grid.workers()) - set(live)))
 
-    def _fitting(self, live: Sequence[Worker], schedule: Schedule | None) -> Schedule | None:
-        if schedule is not None and (schedule.grid != self.first.grid
-                                     or [seat.worker for seat in schedule.seats] != list(live)):
-            down = ", ".join(map(str, self._down(live)))
-            raise RunError(f"the schedule for the failure of {down} is one of another job")
-        return None if schedule is None else without_idle(schedule)
+    def _fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
+        live = [worker for worker in self.first.grid.workers() if worker not in down]
+        if schedule.grid != self.first.grid or list(schedule.members) != live:
+            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+        return schedule
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
         """The schedule for these failures; None: it is being found, call again when `answered` has been called.
@@ -252,7 +250,7 @@ class ScheduleService:
             self._events.write(PlanAsked(down=question.down, phase=question.phase))
 
             def work() -> tuple[Schedule, Prepared]:
-                found = without_idle(find())
+                found = without_idle(self._fitting(question.down, find()))
                 return found, self._prepare(found)
 
             in_background(work, partial(self._take, question))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-import slipstream.schedules.library
+import slipstream.schedules.library as library
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.graph import programs_of, transfers
 from slipstream.schedules.parts import (
@@ -22,7 +22,7 @@ from slipstream.schedules.tables.table import Table
 from tests.generate import BROKEN, HEALTHY, by_hand
 from tests.generate import schedules as some_schedules
 
-LIBRARY = sorted(Path(schedules.library.__path__[0]).iterdir())
+LIBRARY = sorted(Path(library.__path__[0]).iterdir())
 
 
 def tables():
