@@ -243,10 +243,14 @@ class Slices:
         """This worker's part of the mean loss since the last call."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
-    def discard(self) -> None:
-        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+    def let_go(self) -> None:
+        """Forget all micro-batches in flight, and the losses."""
         for runner in self.runners.values():
             runner.discard()
+
+    def discard(self) -> None:
+        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+        self.let_go()
         self._holding.zero_gradients()
 
 
