@@ -23,7 +23,7 @@ from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.launchers import GpuShare, gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, Setup
-from slipstream.runtime.replay.dealt_samples import deals, require_known_costs
+from slipstream.runtime.replay.dealt_samples import costs_known, require_known_costs, stage_layers
 from slipstream.runtime.replay.placement import Placement, PlacementError, place
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
@@ -71,7 +71,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches)
-    require_known_costs(corpus, schedule, training)
+    require_known_costs(corpus, schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
@@ -83,7 +83,8 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
                     peak_flops=training.peak_flops or options.peak_flops),
                tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
-               training.evaluate_every is not None or deals(corpus, training), elements)
+               training.evaluate_every is not None
+               or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None, elements)
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
