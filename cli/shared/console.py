@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions
+from rich.rule import Rule
 
 
 class _StandardError(Console):
@@ -47,6 +48,10 @@ class _StandardOutput(Console):
     def print(self, *objects: Any, **how: Any) -> None:
         """As Rich's own."""
         super().print(*objects, **{"crop": self._folds, **how})
+
+    def rule(self, title: Any = "", **how: Any) -> None:
+        """As Rich's own, but never wider than a usual terminal."""
+        self.print(Rule(title, **how), width=self.width)
 
 
 UNFOLDED_COLUMNS = 10_000

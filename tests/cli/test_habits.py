@@ -338,3 +338,11 @@ def test_torchrun_is_told_the_line_that_ends_a_command(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "missing.toml")])
     assert result.exit_code == 2
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == result.stderr.rstrip("\n")
+
+
+def test_titles_are_no_wider_than_a_terminal_where_lines_are_not_folded(capsys):
+    from slipstream.cli.shared.console import out
+
+    out.rule("a title")
+    printed = capsys.readouterr().out
+    assert "a title" in printed and len(printed) <= 121
