@@ -185,7 +185,8 @@ class _Launch:
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard, options.notify))
+                                                         options.tensorboard, options.notify,
+                                                         options.observe_iteration))
             event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
                                                      both(metrics.observe, options.observe), options.notify))
             event_log.write(_started(self.schedule, config, options))
