@@ -24,6 +24,7 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.budget import Clock
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
@@ -33,7 +34,6 @@ from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
 from slipstream.planner.progress import ProgressCallback, quiet
 from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.search.compiled import ready
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.pattern import (

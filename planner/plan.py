@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from slipstream.planner.budget import Budget, Clock, End, Tally
+from slipstream.planner.compiled import ready
 from slipstream.planner.interrupt import interruptible
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
@@ -20,7 +21,6 @@ from slipstream.planner.progress import ProgressCallback, SearchProgress, quiet
 from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import Method, Solved, solve
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker

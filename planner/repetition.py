@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.planner.budget import Clock
+from slipstream.planner.compiled import load
 from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.search.compiled import load
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import (
     COMPUTE_KINDS,

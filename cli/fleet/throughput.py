@@ -21,6 +21,7 @@ from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
 from slipstream.cli.fleet.round_robin import Pieces, round_robin
 from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
 from slipstream.planner.budget import Budget
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model import assemble
 from slipstream.planner.model.bounds import lower_bound
@@ -30,7 +31,6 @@ from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.normalise import Windows, arrangements
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.baselines import one_f_one_b
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import solve
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes

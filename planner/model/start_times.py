@@ -36,9 +36,9 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
 
 
 def _kernel() -> Any:
-    from slipstream.planner.search.kernel import start_times  # numba takes a third of a second to load
+    from slipstream.planner import kernel  # numba takes a third of a second to load
 
-    return start_times
+    return kernel
 
 
 def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:

@@ -15,6 +15,4 @@
     annealing/        simulated annealing of orders and hosts
     cpsat/            the exact model in CP-SAT
     evidence          which of plan and bound is likely to leave a gap
-    kernel/           the inner loops, as numba compiles them
-    compiled          when they are compiled, and where the machine code is kept
 """

@@ -24,7 +24,6 @@ from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.anneal import anneal
 from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.evidence import evidence
 from slipstream.planner.search.incumbent import Incumbent
 from slipstream.planner.search.list_scheduler import StuckError
@@ -65,7 +64,6 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
 
     Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
     """
-    ready(budget.progress.line)
     proposals = given if isinstance(given, Proposals) else Proposals(given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"

@@ -103,7 +103,7 @@ class ListScheduler:
     """Makes list schedules of a problem with an assignment."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
-        from slipstream.planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
+        from slipstream.planner import kernel  # numba takes a third of a second to load
 
         self.arrays = arrays
         problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays)

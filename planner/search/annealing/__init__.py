@@ -1,4 +1,4 @@
-"""Annealing of plans, on the arrays and loops of `planner.search.kernel.annealing`.
+"""Annealing of plans, on the arrays and loops of `planner.kernel`.
 
     arrays     from a problem and a plan to the kernel's arrays
     cooling    the cooling cycles of a chain, in turn

@@ -5,14 +5,7 @@ from copy import copy
 
 import numpy as np
 
-from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
-from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends
-from slipstream.planner.params import DEFAULTS, AnnealingParams
-from slipstream.planner.search.annealing.arrays import make_chain, twin
-from slipstream.planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
-from slipstream.planner.search.kernel.annealing.arrays import (
+from slipstream.planner.kernel import (
     BASE,
     EXCHANGE,
     FOREVER,
@@ -23,12 +16,23 @@ from slipstream.planner.search.kernel.annealing.arrays import (
     TRADE,
     Cycle,
     State,
+    anneal,
+    end_with_deadlines,
+    keep_ends,
+    measure_best,
+    set_deadlines,
+    time,
 )
-from slipstream.planner.search.kernel.annealing.loop import anneal, measure_best
-from slipstream.planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends
+from slipstream.planner.params import DEFAULTS, AnnealingParams
+from slipstream.planner.search.annealing.arrays import make_chain, twin
+from slipstream.planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
 
 OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
-"""What a step may be (`planner.search.kernel.annealing.moves`); `AnnealingParams` says how often."""
+"""What a step may be (`planner.kernel`); `AnnealingParams` says how often."""
 
 
 class AnnealingChain:

@@ -1,4 +1,4 @@
-"""The modules of the kernel as plain Python: the same source, not compiled."""
+"""The kernel as plain Python: the same source, not compiled."""
 
 import importlib.util
 import sys
@@ -9,23 +9,23 @@ from unittest import mock
 
 import numba
 
-from slipstream.planner.search import kernel
+from slipstream import planner
+from slipstream.planner import kernel
 
 
 @contextmanager
-def interpreted(*names: str):
-    """Within it, `from planner.search.kernel import NAME` gives the module uncompiled."""
-    with mock.patch.multiple(kernel, create=True, **{name: _load(name) for name in names}):
+def interpreted():
+    """Within it, `from slipstream.planner import kernel` gives the module uncompiled."""
+    with mock.patch.object(planner, "kernel", _plain()):
         yield
 
 
 @cache
-def _load(name: str) -> ModuleType:
-    full = f"slipstream.planner.search.kernel.{name}"
-    spec = importlib.util.find_spec(full)
+def _plain() -> ModuleType:
+    spec = importlib.util.find_spec(kernel.__name__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(numba.config, "DISABLE_JIT", True), mock.patch.dict(sys.modules, {full: module}):
+    with mock.patch.object(numba.config, "DISABLE_JIT", True), mock.patch.dict(sys.modules, {kernel.__name__: module}):
         spec.loader.exec_module(module)
-    assert not hasattr(next(iter(vars(module).values())), "py_func")
+    assert not hasattr(module.list_order, "py_func")
     return module

@@ -7,6 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.budget import STEP_SECONDS, Budget
+from slipstream.planner.compiled import ready
+from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_deadlines, set_heads
+from slipstream.planner.kernel import time as timed
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound
@@ -19,11 +22,6 @@ from slipstream.planner.search.annealing.chain import AnnealingChain
 from slipstream.planner.search.annealing.cooling import aim
 from slipstream.planner.search.annealing.pieces import anneal_pieces
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.compiled import ready
-from slipstream.planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
-from slipstream.planner.search.kernel.annealing.loop import anneal
-from slipstream.planner.search.kernel.annealing.timing import set_deadlines, set_heads
-from slipstream.planner.search.kernel.annealing.timing import time as timed
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.planner.search.proposals import Proposals

@@ -57,7 +57,7 @@ def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assi
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     rule = data.draw(rules(problem))
     compiled = listed(problem, assignment, rule)
-    with interpreted("list_scheduler", "start_times"):
+    with interpreted():
         plain = listed(problem, assignment, rule)
     assert compiled[0] == plain[0] and compiled[1].hosts == plain[1].hosts
     assert list(compiled[1].starts.items()) == list(plain[1].starts.items())
@@ -69,7 +69,7 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
     sharing = assignment == "by-speed"  # with all choices of hosts, only the smallest can be enumerated
     job, failed, backward, optimizer = data.draw(tiny(SHARED) if sharing else tiny())
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
-    with interpreted("list_scheduler", "start_times"):
+    with interpreted():
         period, solution = listed(problem, assignment, data.draw(rules(problem)))
     optimum = optimal_period(problem)
     assert check(build_schedule(problem, solution, lower_bound=optimum, method="greedy")) == []
