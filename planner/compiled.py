@@ -1,28 +1,23 @@
 """When the planner's inner loops (`planner.kernel`) are compiled: by numba, once per installation, and kept on disk.
 
-The install step does it (`python -m slipstream.planner.compiled`), else the first plan, before its clock starts. numba
-compiles them again when their source, Python, numba or the processor is another. Where no folder can be written, every
-process compiles for itself.
+The install step does it (`python -m slipstream.planner.compiled`). Else a plan within seconds has another process do
+it, and is made of list schedules meanwhile; all else waits. numba compiles anew when the source, Python, numba or the
+processor is another. Where no folder can be written, every process compiles for itself.
 """
 
+import contextlib
+import fcntl
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_machine_code
 from slipstream.planner.progress import ProgressCallback, quiet
 
+BESIDE = "the planner's inner loops are being compiled, once per installation, about 20 s: until then plans are list " \
+    "schedules only"
 LINE = "compiling the planner's inner loops, once per installation, about 20 s"
-
-
-def is_compiled() -> bool:
-    """Whether numba keeps machine code of the kernel as it is now: what is compiled last is newer than the source."""
-    from slipstream.planner import kernel  # numba alone takes a third of a second
-
-    folder = kernel.anneal.stats.cache_path
-    if not folder:
-        return bool(kernel.anneal.signatures)
-    changed = Path(kernel.__file__).stat().st_mtime
-    return any(path.stat().st_mtime >= changed for path in Path(folder).glob("kernel.anneal-*.nbi"))
 
 
 @cache
@@ -47,9 +42,26 @@ def load() -> None:
 
 def ready(progress: ProgressCallback = quiet) -> None:
     """Compile the kernel unless it is compiled already, with one line of progress. Takes some 20 seconds, or none."""
-    if not is_compiled():
-        progress(LINE)
+    if is_compiled():
+        return
+    progress(LINE)
+    with Path(__file__).with_name("kernel.py").open() as source:  # one process at a time: two would only waste it
+        with contextlib.suppress(OSError):
+            fcntl.flock(source, fcntl.LOCK_EX)
         load()
+
+
+def begin(progress: ProgressCallback = quiet) -> None:
+    """Unless the kernel is compiled already, have another process compile it; meanwhile plans are list schedules."""
+    if is_compiled():
+        return
+    if not keeps_machine_code():
+        ready(progress)
+        return
+    progress(BESIDE)
+    subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                     stderr=subprocess.DEVNULL, start_new_session=True)
+    go_on_in_plain_python()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.budget import Clock
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
@@ -256,7 +256,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
     JobError for unknown workers, NoPlanError when no schedule can exist.
     """
-    ready(progress)
+    (begin if options.steps is None else ready)(progress)
     began, clock = time.monotonic(), clock or options.clock()
     roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
     best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from slipstream.planner.budget import Budget, Clock, End, Tally
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import begin, ready
 from slipstream.planner.interrupt import interruptible
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
@@ -66,7 +66,8 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
              steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
     """Plan one schedule within about `time_limit` seconds, or within so many steps, in which one seed gives one plan.
 
-    The first plan of an installation is compiled for before.
+    Where the inner loops are not compiled yet, another process compiles them, and this plan is made of list schedules;
+    with steps it waits.
 
     `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
     so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
@@ -83,7 +84,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     `clock`: of a search that this plan is part of.
     """
     require_known(failed, job)
-    ready(progress)
+    (begin if options.steps is None else ready)(progress)  # counted steps are those of compiled loops
     began, clock = time.monotonic(), clock or options.clock()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)

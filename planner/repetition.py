@@ -19,6 +19,7 @@ import msgspec
 from slipstream.planner.budget import Clock
 from slipstream.planner.compiled import load
 from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.loops import plain
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import (
     COMPUTE_KINDS,
@@ -145,7 +146,8 @@ def sample_of(job: Job, ops_of: OpsOf) -> Job:
 
 def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
     """The pace of this machine, by a part of the job, which is so many ops."""
-    load()
+    if not plain():
+        load()
     began = clock.thread()
     schedule = plan_block(sample, 0.0)
     planned = clock.thread()

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import msgspec
 
 from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
+from slipstream.planner.loops import plain
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
@@ -110,7 +111,7 @@ class _Engine:
             self._add_layouts(lists)
         if not self._found:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
-        if not self._greedy:
+        if not self._greedy and not plain():
             self._restart(budget)
             self._anneal(budget)
         best = self._best

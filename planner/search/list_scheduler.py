@@ -4,13 +4,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.planner.layout.types import UNLIMITED
+from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
@@ -103,13 +104,11 @@ class ListScheduler:
     """Makes list schedules of a problem with an assignment."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
-        from slipstream.planner import kernel  # numba takes a third of a second to load
-
         self.arrays = arrays
         problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays)
         stash = [problem.stash(number) for number in range(len(problem.layers_of))]
         capacity = [problem.room(worker) for worker in arrays.workers]
-        self._kernel: Any = kernel
+        self._kernel = kernel = loops()
         self._memory = kernel.MemoryLimits(capacity=ints(capacity),
                                      room=ints(list(zip(aside.at_start, stash, aside.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)

@@ -5,23 +5,24 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from benchmarks.jobs import uniform_job
-from slipstream.planner import compiled, kernel
+from slipstream.planner import compiled, kernel, loops
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_only
+from slipstream.planner.plan import plan_only, plan_with
 from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
 ROOT = Path(compiled.__file__).parents[3]
 USE = """
-from slipstream.planner import compiled, kernel
+from slipstream.planner import compiled, kernel, loops
 import numpy as np
 
 compiled.load = lambda: kernel.anneal(np.array([5], dtype=np.uint64), 1000)
 compiled.ready(lambda line: print("#", line))
-print(int(kernel.anneal(np.array([5], dtype=np.uint64), 1000)), compiled.is_compiled())
+print(int(kernel.anneal(np.array([5], dtype=np.uint64), 1000)), loops.is_compiled())
 """
 SMALL = """
 
@@ -71,6 +72,25 @@ def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path
     for _ in range(2):
         told, answer = run(tmp_path / "installation", HOME=str(nowhere), XDG_CACHE_HOME=str(nowhere))
         assert told and answer.endswith("True")
+
+
+def test_a_plan_within_seconds_is_made_of_list_schedules_while_another_process_compiles(monkeypatch):
+    started, said = [], []
+    for module in (compiled, loops):
+        monkeypatch.setattr(module, "is_compiled", lambda: False)
+    monkeypatch.setattr(loops, "_compiled_beside", threading.Event())
+    monkeypatch.setattr(loops, "_machine_code", lambda: Kernel)
+    monkeypatch.setattr(compiled.subprocess, "Popen", lambda command, **_: started.append(command))
+    plan = plan_with(PlanOptions(time_limit=1.0), uniform_job(2, 4, 4), [Worker(1, 2)], progress=said.append)
+    assert started == [[sys.executable, "-m", compiled.__name__]] and said[0] == compiled.BESIDE
+    assert plan.schedule.method == "list schedules" and plan.schedule.period_ticks < 2 * plan.schedule.lower_bound_ticks
+
+
+class Kernel:
+    """Of which nothing may be called."""
+
+    __file__ = kernel.__file__
+    anneal = kernel.anneal
 
 
 def test_no_plan_waits_for_the_compiler_within_its_time_limit():
