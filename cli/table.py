@@ -23,9 +23,9 @@ from slipstream.cli.shared.options import (
     Steps,
 )
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, plan_options
+from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import JobError, parse_job, read_job_text
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.progress import CountCallback
 from slipstream.planner.tables.build import BuiltTable, build_table
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError

@@ -3,7 +3,7 @@
 import math
 
 from slipstream.planner.model.bounds import lower_bound
-from slipstream.planner.model.holdings import held_problem, in_place
+from slipstream.planner.model.from_job import held_problem, in_place
 from slipstream.planner.report import shared_ticks
 from slipstream.schedules.schedule import Schedule
 

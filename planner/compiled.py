@@ -12,8 +12,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from slipstream.planner.budget import ProgressCallback, quiet
 from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_machine_code
-from slipstream.planner.progress import ProgressCallback, quiet
 
 BESIDE = "the planner's inner loops are being compiled, once per installation, about 20 s: until then plans are list " \
     "schedules only"

@@ -275,7 +275,7 @@ class MemoryLimits(NamedTuple):
     """[worker]"""
     room: Ints
     """[slice, AT_START] taken when an F starts, [slice, STASH] held instead from the end of its I to that of its W,
-    [slice, NEEDED] that must be free when an F starts (`planner.search.set_aside`)"""
+    [slice, NEEDED] that must be free when an F starts (`planner.search.list_scheduler.ReservedMemory`)"""
 
 
 class Dispatch(NamedTuple):

@@ -23,7 +23,7 @@ from itertools import islice
 
 import msgspec
 
-from slipstream.planner.budget import Clock
+from slipstream.planner.budget import Clock, ProgressCallback, quiet
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.bounds import lower_bound
@@ -31,7 +31,6 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
-from slipstream.planner.progress import ProgressCallback, quiet
 from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock, End, Tally
+from slipstream.planner.budget import Budget, Clock, End, ProgressCallback, SearchProgress, Tally, interruptible, quiet
 from slipstream.planner.compiled import begin, ready
-from slipstream.planner.interrupt import interruptible
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound
@@ -17,11 +16,10 @@ from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.portfolio import any_layers_bound, proposed
-from slipstream.planner.progress import ProgressCallback, SearchProgress, quiet
 from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
-from slipstream.planner.search.baselines import BASELINES
 from slipstream.planner.search.engine import Method, Solved, solve
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 

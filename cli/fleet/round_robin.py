@@ -9,8 +9,7 @@ from slipstream.planner.model.decompose import Piece, decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.baselines import one_f_one_b
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight, one_f_one_b
 
 Pieces = Sequence[tuple[Piece, Solution]]
 """Each piece of a problem with its solution."""

@@ -30,8 +30,8 @@ from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.normalise import Windows, arrangements
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.search.baselines import one_f_one_b
 from slipstream.planner.search.engine import solve
+from slipstream.planner.search.list_scheduler import one_f_one_b
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from slipstream.schedules.tables.table import Table

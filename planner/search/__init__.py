@@ -6,13 +6,11 @@
     bound, list_schedules, anneal, prove
                       what is done to a candidate, within a budget
     assignment        which peers run the micro-batches of dead and of slow workers
-    set_aside         memory that a list scheduler keeps free, so that it never gets stuck
-    list_scheduler    one list schedule, by one dispatch rule
+    list_scheduler    one list schedule, by one dispatch rule; what others run: 1F1B, ReCycle
     dispatch_rules    a shortlist, a grid, and random neighbours of dispatch rules
     list_search       many of them, the best kept
     composition       pipelines that share no worker, each with the order that is best for it
-    baselines         what others run: 1F1B, ReCycle
     annealing/        simulated annealing of orders and hosts
-    cpsat/            the exact model in CP-SAT
+    cpsat             the exact model in CP-SAT
     evidence          which of plan and bound is likely to leave a gap
 """

@@ -24,10 +24,9 @@ from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.anneal import anneal
-from slipstream.planner.search.baselines import BASELINES
 from slipstream.planner.search.evidence import evidence
 from slipstream.planner.search.incumbent import Incumbent
-from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
 from slipstream.planner.search.proposals import Proposals
 from slipstream.planner.search.prove import provable, prove

@@ -23,10 +23,9 @@ from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
 from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.baselines import BASELINES
 from slipstream.planner.search.composition import Composition
 from slipstream.planner.search.dispatch_rules import changed, grid, shortlist
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
+from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, StuckError
 
 RULES, STEPS, ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))

@@ -23,7 +23,7 @@ def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
 
 
 def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
-    from slipstream.planner.search.cpsat.model import improve  # the solver takes a third of a second to load
+    from slipstream.planner.search.cpsat import improve  # the solver takes a third of a second to load
 
     problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
 

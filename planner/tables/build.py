@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.planner.budget import CountCallback
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.from_job import build_problem
@@ -21,7 +22,6 @@ from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.progress import CountCallback
 from slipstream.planner.tables.folder import Part, TableFolder, make_part, no_plan
 from slipstream.planner.tables.monotone import improved
 from slipstream.planner.tables.process_pool import run_all

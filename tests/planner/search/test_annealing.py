@@ -18,8 +18,7 @@ from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.search.anneal import anneal as anneal_incumbent
 from slipstream.planner.search.annealing.arrays import make_chain
-from slipstream.planner.search.annealing.chain import AnnealingChain
-from slipstream.planner.search.annealing.cooling import aim
+from slipstream.planner.search.annealing.chain import AnnealingChain, aim
 from slipstream.planner.search.annealing.pieces import anneal_pieces
 from slipstream.planner.search.assignment import assign
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
