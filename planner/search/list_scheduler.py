@@ -113,8 +113,8 @@ class ListScheduler:
                                      room=ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
-        self._first = [first[chain == number] for number in range(problem.grid.chains)] if reserved.chains_in_turn else \
-            [first]
+        chains = range(problem.grid.chains)
+        self._first = [first[chain == number] for number in chains] if reserved.chains_in_turn else [first]
         self._forward = ints([problem.usual(OpKind.F, number) for number in range(len(problem.layers_of))])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
         self._ranks: dict[tuple[Rerouted, float, tuple[Places, ...]], Ints] = {}
