@@ -30,7 +30,7 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
+from slipstream.planner.plan import Plan, plan_only, plan_with
 from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
@@ -181,7 +181,7 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[P
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Planned:
+                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
     """The best plan for a number of failures, whose roles may be chosen: a function of job, number and options.
 
     The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
@@ -201,7 +201,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     deadline = clock.now() + options.seconds
     best = _best_candidate(job, windows, failures, options, progress, clock)
     left = deadline - clock.now()
-    if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
+    if best.interrupted or best.schedule.status == "optimal" or left < best.solve_seconds:
         return best
     final = plan_only(options.within(left), job, best.schedule.failed, clock)
     better = final.period <= best.period
@@ -209,7 +209,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
 
 def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
-                    progress: ProgressCallback, clock: Clock) -> Planned:
+                    progress: ProgressCallback, clock: Clock) -> Plan:
     """The candidate with the shortest plan; the first of equals.
 
     All are planned in a share of the time, then the best few again in as much. Where that is more than the list
@@ -218,8 +218,8 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     """
     over = clock.now() + 2 * SEARCH_SHARE * options.seconds
     floor = windows.seconds(windows.distributions(failures)[0][0])
-    best: dict[tuple[Worker, ...], Planned] = {}
-    shortest: Planned | None = None
+    best: dict[tuple[Worker, ...], Plan] = {}
+    shortest: Plan | None = None
     left = candidates(job, windows, failures)
     for keep in (FINALISTS, 0):
         quick = options.comparing.within(options.seconds * SEARCH_SHARE / len(left))
@@ -233,7 +233,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
             if shortest is None or made.period < shortest.period:
                 shortest = made
                 progress(_described(made.schedule))
-            if made.interrupted or shortest.period <= floor or clock.now() + made.seconds > over:
+            if made.interrupted or shortest.period <= floor or clock.now() + made.solve_seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
             break

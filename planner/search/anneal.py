@@ -1,16 +1,12 @@
 """Simulated annealing of the pieces of a candidate that are critical."""
 
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
-from slipstream.planner.search.incumbent import AnnealingEffort, Incumbent
-
-if TYPE_CHECKING:
-    from slipstream.planner.search.annealing.pieces import Annealed
+from slipstream.planner.search.incumbent import Annealed, Incumbent
 
 
 def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
@@ -23,7 +19,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
 
     problems, best = [piece.problem for piece in known.pieces], known
 
-    def tell(done: "Annealed") -> None:
+    def tell(done: Annealed) -> None:
         nonlocal best
         periods = list(map(solution_period, problems, done.solutions))
         made = known.with_solutions(done.solutions, periods, done.deadlines)
@@ -34,5 +30,4 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
 
     done = anneal_pieces(problems, known.solutions, known.bound, budget, params, cycles, tell)
     tell(done)
-    effort = AnnealingEffort(done.steps, done.stale, done.cycles) if done.steps else known.annealing
-    return msgspec.structs.replace(best, annealing=effort)
+    return msgspec.structs.replace(best, annealed=done if done.steps else known.annealed)

@@ -13,11 +13,11 @@ def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
     """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
     """
     bound = f"the bound counts {known.bound_counts}"
-    if known.annealing is None or not known.annealing.steps:
+    if known.annealed is None or not known.annealed.steps:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
-    steps, stale = known.annealing.steps, known.annealing.stale
+    steps, stale = known.annealed.steps, known.annealed.stale
     tried = f"{steps:,} orders were tried"
-    if stale > STALE and known.annealing.cycles >= FEWEST_CYCLES:
+    if stale > STALE and known.annealed.cycles >= FEWEST_CYCLES:
         return f"no improvement for the last {clock.described(stale * seconds)} ({tried}): this is probably close to " \
                f"the best, and the bound a little low; {bound}"
     return f"still improving when the time was up ({tried}): try 5 times the limit; {bound}"

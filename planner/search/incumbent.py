@@ -10,15 +10,19 @@ from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 
 
-class AnnealingEffort(msgspec.Struct, frozen=True):
-    """How hard annealing has looked for a better plan of the piece that is critical."""
+class Annealed(msgspec.Struct, frozen=True):
+    """What annealing came to."""
 
+    solutions: Sequence[Solution]
+    """On one clock."""
+    deadlines: Sequence[int]
+    """On the same clock, when all pieces must have done their compute ops, by column."""
     steps: int
-    """Orders tried."""
+    """Orders tried for the piece that is critical in the end."""
     stale: float
-    """Share of them since the last better plan."""
+    """Share of them since its last better plan."""
     cycles: int
-    """Cooling cycles."""
+    """Cooling cycles it went through."""
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -41,7 +45,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of the whole, its pieces on one clock: may be longer than theirs."""
     deadlines: Sequence[int] | None = None
     """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
-    annealing: AnnealingEffort | None = None
+    annealed: Annealed | None = None
+    """The last that annealing came to."""
     moved: int = 0
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
     least: int = 0
