@@ -205,7 +205,7 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
         if exchanging and random.random() < params.assignment_steps:
             best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random), STEPS)
+            best.offer(at.scheduler, changed(best.problem, at.rule, random, params), STEPS)
         stale = 0 if best.at.period != at.period else stale + 1
         if stale == params.stale_steps:
             stale_starts = 0 if best.period != before else stale_starts + 1
