@@ -101,7 +101,7 @@ def changed(problem: Problem, rule: DispatchRule, random: random.Random, params:
 def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
     which = params.changes if problem.routes is None else params.changes_of_layouts
     if not problem.failed and problem.routes is None:
-        which = tuple((name, weight) for name, weight in which if name not in ("load_share", "rerouted"))
+        which = tuple(one for one in which if one[0] not in ("load_share", "rerouted")) or which
     names, weights = zip(*which, strict=True)
     name = random.choices(names, weights)[0]
     return msgspec.structs.replace(rule, **{name: _drawn(problem, rule, name, random)})
