@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from slipstream.planner.layout.parts import parts_of
-from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.problem import LayoutProblem, parts_of
 from slipstream.schedules.schedule import Worker
 
 Unavailable = Callable[[Worker], int]

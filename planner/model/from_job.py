@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.job.shared_state import with_shared_state
+from slipstream.planner.job.layers import layer_costs, with_shared_state
 from slipstream.planner.layout.problem import LayersMode, LayoutProblem
 from slipstream.planner.layout.types import UNLIMITED, Held, Layout, LiveWorker
 from slipstream.planner.model.problem import Leg, NoPlanError, Problem
