@@ -15,7 +15,7 @@ from slipstream.planner.plan import plan_only, plan_with
 from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
-ROOT = Path(compiled.__file__).parents[3]
+ROOT = Path(compiled.__file__).parents[2]
 USE = """
 from slipstream.planner import compiled, kernel, loops
 import numpy as np
