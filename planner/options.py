@@ -50,6 +50,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
                              sliced=self.slices and self.method not in BASELINES)
 
+    def shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+        """The same where any live holder of a stage may run any micro-batch, whole or cut. Raises NoPlanError."""
+        own = self.problem(job, failed)
+        return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True)
+
     @property
     def comparing(self) -> "PlanOptions":
         """The same by a method that is fast enough to compare candidates."""

@@ -102,6 +102,26 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     momentum: Fraction | None = None
 
 
+Coefficients = tuple[NotNegative, NotNegative, NotNegative]
+
+
+class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[training.length_costs]`: what micro-batches take by the lengths of their documents, layer by layer.
+
+    Seconds: of themselves, by a token, and by the square of a document's length, which is what attention does.
+    """
+
+    forward: tuple[Coefficients, ...]
+    backward_input: tuple[Coefficients, ...]
+    backward_weight: tuple[Coefficients, ...]
+    error: NotNegative = 0.0
+    """Of the fit: the root of the mean square of (fitted / measured - 1)."""
+
+    def __post_init__(self) -> None:
+        if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
+            raise ValueError("training.length_costs: its three lists differ in length")
+
+
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job file's `[training]` table."""
 
@@ -174,12 +194,18 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of the numbers in `tokens`, little-endian. Default: what an .idx says, else "uint16"."""
     shuffle: bool = True
     """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
+    document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
+    """The token that ends each document of `tokens`, or of tokenized `text`: tokens then see those before them in their
+    document only, positions begin anew with each, and what follows its end is not predicted."""
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.data.Data`."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
     shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
+    length_costs: Annotated[LengthCosts, Meta(description=(
+        "a table with lists of equal length, one entry a layer, as `slipstream profile` writes it"))] | None = None
+    """`[training.length_costs]`: what samples cost by the lengths of their documents, where data tell these."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
     """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
     data then tell."""
@@ -240,6 +266,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.tokenizer is not None and self.text is None:
             raise ValueError(f"training.tokenizer is {self.tokenizer!r}, and training.text is not given; expected the "
                              "text that it is for")
+        if self.document_end is not None and (self.data is not None or not (self.tokens or self.tokenizer)):
+            raise ValueError(f"training.document_end is {self.document_end}; expected it with training.tokens, or a "
+                             "training.tokenizer; own data give position_ids")
         validation = [self.validation_text, self.validation_tokens, self.validation_data]
         if self.evaluate_every is not None and not any(validation):
             raise ValueError(f"training.evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; "

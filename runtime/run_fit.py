@@ -65,7 +65,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         require_degradable(model, config, at_layer)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
-    require_known_costs(load_corpus(config, schedule.grid.microbatches), schedule, training)
+    require_known_costs(load_corpus(config, schedule.grid.microbatches), schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)

@@ -7,7 +7,8 @@ counts. With a table, the periods of its entries are used where they fit.
 
 Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
 period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at
-different times, the assembled schedule can be a little longer.
+different times, the assembled schedule can be a little longer. Where there are peers enough for every failure to have
+its own, the plans for one failure in each stage make that for all (`Throughputs._apart`).
 """
 
 import math
@@ -28,7 +29,7 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.normalise import Windows, arrangements
+from slipstream.planner.normalise import Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.engine import solve
 from slipstream.planner.search.list_scheduler import one_f_one_b
@@ -142,13 +143,31 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
-        best = math.inf
+        if (best := self._apart(down, self.planned)) < math.inf:
+            return min(best, self.samples / self.round_robin(down))
         for problem in self._problems(down, self._options):
             best = min(best, self._period_of(problem, self._search) * problem.tick_seconds)
             if best <= lower_bound(problem) * problem.tick_seconds:
                 return best
         # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
         return min(best, self.samples / self.round_robin(down))
+
+    def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
+        """The period of a large job with peers of its own for each failure, in seconds; infinite where there are too
+        few, or where another arrangement may have a shorter one.
+
+        Each failure is planned in a part of the job, alone there; so what counts is the slowest of the parts, and of
+        the pipelines that are whole. Nothing is shorter than the bound of one of these failures, which it has to meet.
+        """
+        job, failures = self.job, sum(down)
+        large = 3 * job.depth * sum(job.microbatches) > LARGE
+        if failures < 2 or not large or self._affected_part(failures).pipelines == job.pipelines:
+            return math.inf
+        columns = [column for column, count in enumerate(down) if count]
+        parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
+        period = self.samples / min(rate(part) for part in ((0,) * job.stages, *parts))
+        windows = self._windows_of(self._affected_part(1))
+        return period if period <= windows.seconds(max(windows.bound(column, 1) for column in columns)) else math.inf
 
     def _affected_part(self, failures: int) -> Job:
         """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
@@ -162,7 +181,7 @@ class Throughputs:
         return msgspec.structs.replace(self.job, pipelines=enough, microbatches=(count,) * enough)
 
     def _windows_of(self, job: Job) -> Windows:
-        return self._windows.setdefault(job.pipelines, Windows(job, self._options))
+        return self._windows.setdefault(job.pipelines, windows_of(job, self._options))
 
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""
@@ -223,6 +242,8 @@ class Throughputs:
     def _round_robin_period(self, down: DownByStage, backward: BackwardMode, optimizer: OptimizerMode) -> float:
         if any(count >= self.job.pipelines for count in down):
             return math.inf
+        if (backward, optimizer) == ("split", "staggered") and (best := self._apart(down, self.recycle)) < math.inf:
+            return best
         options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
         best = math.inf
         for problem in self._problems(down, options):

@@ -106,7 +106,7 @@ class Exchange:
             return self._local.pop(name)
         self._issue_through(number)
         found = [one.take() for one in self._arriving.pop(number)]  # the op runs at once: more are posted before the
-        self._let_go(number)
+        self._free_until(number)
         return carried(found, *self._forms_of(name.kind, name.slice))  # next wait
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
@@ -133,7 +133,12 @@ class Exchange:
         self.end_iteration()
         self.end_iteration()
 
-    def _let_go(self, number: int) -> None:
+    def let_go(self) -> None:
+        """Free all tensors that are kept. Nothing is passed on after that."""
+        for kept in (self._arriving, self._ready, self._local, self._leaving, self._left_before):
+            kept.clear()
+
+    def _free_until(self, number: int) -> None:
         """Free what had gone before its target made what has come: all that target took up to then."""
         rounds, place = divmod(number, len(self._mine))
         source, made = self._mine[place][1].source, (rounds, self._made_and_taken[place][0])

@@ -31,8 +31,14 @@ from slipstream.schedules.schedule import Schedule
 
 STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
+ABORT_SECONDS = 60.0
+"""NCCL may take seconds to abort many communicators. Where it takes longer, the process is of no use any more."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+
+
+class StuckDeviceError(Exception):
+    """An abort has not freed the device. The message is one line."""
 
 
 class Generation:
@@ -55,7 +61,8 @@ class Generation:
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, session=self._session,
                                   activity=self._activity,
-                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+                                  samples=DealtSamples(schedule, context.corpus, context.config.training,
+                                                       context.placement))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._transfers: Sequence[Transfer] = ()
@@ -124,10 +131,16 @@ class Generation:
     def abandon_if_stuck(self) -> None:
         """Where the thread is stuck in a process group after the order has ended, go on without it.
 
-        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends.
+        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends. What it held of the order's
+        tensors is freed. It is not left behind while the device may still write what this worker holds. Raises
+        StuckDeviceError where that does not end.
         """
         assert self._ended_at is not None
         if self._thread is None:
+            return
+        if not self._session.over():
+            if time.monotonic() - self._ended_at > ABORT_SECONDS:
+                raise StuckDeviceError(f"the device has not ended what it does {ABORT_SECONDS:.0f} s after an abort")
             return
         patience = STUCK_SECONDS if self._connected else MEETING_SECONDS
         thread = self._thread.ident or 0
@@ -135,6 +148,8 @@ class Generation:
         if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
             GENERATORS.take_from(thread)
+            if self._training is not None:
+                self._training.let_go()
             self._session.release()  # the thread keeps what is stuck: closing that would not return
             self._say_paused(f"stuck while {call.what}")
 
@@ -175,6 +190,7 @@ class Generation:
             self._context.memory.give_back()
         if reason is not None:
             self._session.abort()  # others may wait for this worker
+        self._session.drain()
         self._session.release()
         self._say_paused(reason)
         self._session.close()

@@ -24,6 +24,7 @@ from slipstream.runtime.protocol.to_worker import (
     ToWorker,
     Train,
 )
+from slipstream.runtime.replay.dealt_samples import costs_digest
 from slipstream.runtime.run_folder import holder
 from slipstream.runtime.worker.context import WorkerLink
 from slipstream.runtime.worker.generation import Generation
@@ -94,9 +95,10 @@ class MainThread:
                 known = self._known()
 
     def _data_digest(self) -> str:
-        """Of all data that this worker reads."""
-        validation = self._context.validation
-        return self._context.corpus.digest + ("" if validation is None else f" {validation.digest}")
+        """Of all data that this worker reads, and of how it deals their samples."""
+        context, validation = self._context, self._context.validation
+        dealt = costs_digest(context.corpus, context.config.training)
+        return f"{context.corpus.digest} {dealt}" + ("" if validation is None else f" {validation.digest}")
 
     def _follow(self) -> int:
         """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""

@@ -1,6 +1,7 @@
 """A worker's iterations of one order: it runs its program, steps, evaluates where that is due, and reports."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -39,6 +40,8 @@ class Training:
         self._transfers = order
         self._reports = reports
         self.evaluation_mode = EvaluationMode()
+        self._holds = weakref.WeakSet[Slices | Exchange]()
+        """What has tensors of micro-batches."""
         self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
                                      if worker == part.worker)
         self.steps = Steps(
@@ -51,10 +54,12 @@ class Training:
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
+        recorder.costs = part.samples.times_longer if part.samples.deals else None
         exchange = self._exchange(part.schedule, self._stretch(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=weights, config=context.config)
+        self._holds.add(slices)
         executor = Executor(
             part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
@@ -84,6 +89,11 @@ class Training:
         self._validate(executor)
         exchange.flush()
 
+    def let_go(self) -> None:
+        """Free what micro-batches hold, where the thread that runs the program is left behind."""
+        for one in self._holds:
+            one.let_go()
+
     def _stretch(self, first: int) -> range:
         """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
         context = self._part.context
@@ -92,8 +102,10 @@ class Training:
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
         context = self._part.context
-        return Exchange(schedule, self._session, context.forms, iterations, context.by_rank,
-                        self._transfers if schedule is self._part.schedule else None)
+        exchange = Exchange(schedule, self._session, context.forms, iterations, context.by_rank,
+                            self._transfers if schedule is self._part.schedule else None)
+        self._holds.add(exchange)
+        return exchange
 
     def _validate(self, executor: Executor) -> None:
         """See to it that the last step is right, where nobody has run a forward of the next iteration, or will."""

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.document_data import DocumentData, Packed
 from slipstream.runtime.model.data.token_data import TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
 from slipstream.runtime.model.data.tokenized_text import tokenized
@@ -70,6 +71,16 @@ class Data(Protocol):
 def knows_costs(data: Data) -> bool:
     """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
     return callable(getattr(data, "costs", None))
+
+
+def knows_lengths(data: Data) -> bool:
+    """Whether data tell the lengths of samples' documents: `lengths(iteration)`, a list of them for each sample."""
+    return callable(getattr(data, "lengths", None))
+
+
+def gives_more(training: TrainingConfig) -> bool:
+    """Whether data may give more than tokens and targets."""
+    return training.document_end is not None or training.data is not None or training.validation_data is not None
 
 
 def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
@@ -135,15 +146,19 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
         assert training.text is not None and training.tokenizer is not None
         source = f"training.text is {training.text!r}"
         tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
-    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
-                     seed=training.seed, shuffle=training.shuffle)
+    given: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
+                             "seed": training.seed, "shuffle": training.shuffle}
+    if training.document_end is None:
+        return TokenData(source, tokens, **given)
+    return DocumentData(source, tokens, **given, document_end=training.document_end, batch=training.batch)
 
 
 def batch_form(config: RunConfig) -> TupleForm:
     """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
-        return TupleForm((TensorForm((training.batch, context), torch.int64),) * 2)
+        tokens = TensorForm((training.batch, context), torch.int64)
+        return TupleForm((tokens,) * 2) if training.document_end is None else TupleForm((tokens,) * 3, Packed._fields)
     given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
     if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
         kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""

@@ -6,6 +6,7 @@
     split             the backward in two: I and W
     recomputing       layers, and parts of them, that are computed again before their backward
     sharing           parameters that several layers share
+    documents         attention within the documents of a sample
     cross_entropy     the loss of language models, a few rows of logits at a time
     gpt               the GPT that comes with the package
     worker_group      the process group of a worker's ranks, for layers

@@ -68,6 +68,17 @@ def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
     assert Throughputs(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
 
 
+@pytest.mark.parametrize("down", [(1, 0, 1), (0, 3, 0), (2, 1, 1)])
+def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypatch):
+    one = job(pipelines=40, stages=3)
+    whole, apart = Throughputs(one), Throughputs(one)
+    monkeypatch.setattr("slipstream.cli.fleet.throughput.LARGE", 10)
+    assert apart.planned(down) == pytest.approx(whole.planned(down))
+    assert down not in apart._round_robin or apart.recycle(down) <= apart.planned(down)
+    assert {sum(planned) for planned in apart._planned} == {0, 1, sum(down)}
+    assert not [key for key in apart._pieces if len(key[-1]) > 1]
+
+
 @pytest.mark.parametrize("down", [(0, 0), (0, 1), (1, 1), (2, 0)])
 def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
     """With two micro-batches, six pipelines do for one failure: twenty have the same period."""
