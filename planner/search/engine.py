@@ -24,13 +24,10 @@ from slipstream.planner.model.layout_bound import LayoutBound, can_bound
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.anneal import anneal
-from slipstream.planner.search.evidence import evidence
-from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.improve import anneal, improve
+from slipstream.planner.search.incumbent import Incumbent, Proposals, evidence
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
-from slipstream.planner.search.proposals import Proposals
-from slipstream.planner.search.prove import provable, prove
 from slipstream.schedules.scope import Scope
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
@@ -78,14 +75,6 @@ def _baseline(problem: Problem, method: Method) -> Solved:
     pieces = decompose(problem) if divide else (undivided(problem),)
     return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
                   ran=method)
-
-
-def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
-    if not provable(known, params.cp_sat):
-        return anneal(known, budget, params.annealing)
-    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
-    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
 
 
 class _Engine:

@@ -9,7 +9,7 @@ from slipstream.planner.layout.types import Layout, MicroBatch, Stop
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
 from slipstream.planner.model.from_job import problem_of_layout
-from slipstream.planner.search.bound import divided
+from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker

@@ -11,8 +11,8 @@ from slipstream.planner.model.bounds import whole_fill
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
-from slipstream.planner.search.bound import divided
 from slipstream.planner.search.engine import solve
+from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.schedule import Worker

@@ -16,14 +16,14 @@ from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.anneal import anneal as anneal_incumbent
 from slipstream.planner.search.annealing.arrays import make_chain
 from slipstream.planner.search.annealing.chain import AnnealingChain, aim
 from slipstream.planner.search.annealing.pieces import anneal_pieces
 from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.improve import anneal as anneal_incumbent
+from slipstream.planner.search.incumbent import Proposals
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
 from slipstream.planner.search.list_schedules import list_schedules
-from slipstream.planner.search.proposals import Proposals
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
