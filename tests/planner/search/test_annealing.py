@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import STEP_SECONDS, Budget
 from slipstream.planner.compiled import ready
 from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_deadlines, set_heads
@@ -177,7 +178,7 @@ def test_it_does_not_begin_what_the_time_is_too_short_for():
     problem = build_problem(grid(2, 4, 250))
     known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(0))
     enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operations for piece in known.pieces)
-    known = msgspec.structs.replace(known, bound=known.period - 1)
+    known = msgspec.structs.replace(known, bound=Bound(known.period - 1, known.bound.scope))
     assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
     annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
     assert annealed.annealing is not None
