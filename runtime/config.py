@@ -17,7 +17,6 @@ DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 TokenDtype = Literal["uint16", "uint32", "int32"]
-LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
 Iterations = Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")]
@@ -29,6 +28,11 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
+LearningRateSchedule = Annotated[str, Meta(
+    pattern=r"^(constant|linear|cosine|wsd|[\w.]+:[\w.]+)$", max_length=4096, description=(
+        "one of 'constant', 'linear', 'cosine', 'wsd', or the name of a function, as 'module:function'"))]
+Source = Annotated[str, Meta(pattern=r"^(torchtitan|[\w.]+:[\w.]+)$", max_length=4096, description=(
+    "the name of a function, as 'module:function', or 'torchtitan'"))]
 Recompute = Annotated[
     Literal["none", "full", "auto", "attention", "mlp"] |
     tuple[Annotated[int, Meta(ge=0, le=2**20)] | Literal["attention", "mlp"], ...], Meta(
@@ -72,6 +76,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hugging_face: Text | None = None
     """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
     for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    torchtitan: Text | None = None
+    """A model of torchtitan instead, such as "llama3/8B". Of the other keys only `context` and `options` count."""
     options: Options = {}
     """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
 
@@ -136,7 +142,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Step size; where there is a schedule, the highest."""
     learning_rate_schedule: LearningRateSchedule = "constant"
     """How the learning rate goes on after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`;
-    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`."""
+    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`. Or `module:function`, called
+    with this table and the iteration's number, gives what `learning_rate` is multiplied by; with warm-up and all."""
     warmup_iterations: Iterations = 0
     """The learning rate rises linearly over so many iterations, and has its full value in the last of them."""
     decay_iterations: Some | None = None
@@ -197,9 +204,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
     """The token that ends each document of `tokens`, or of tokenized `text`: tokens then see those before them in their
     document only, positions begin anew with each, and what follows its end is not predicted."""
-    data: Reference | None = None
+    data: Source | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
-    `runtime.model.data.data.Data`."""
+    `runtime.model.data.data.Data`, or `IterationData`. "torchtitan": its tokenizer and data set
+    (`runtime.model.data.torchtitan_data`)."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
     shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
@@ -246,6 +254,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.warmup_iterations > end:
             raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
                              "iterations; expected no more, or a training.schedule_iterations of its own")
+        own = ":" in schedule
+        if own and (self.warmup_iterations or self.final_learning_rate is not None):
+            raise ValueError(f"training.learning_rate_schedule is {schedule!r}, and warmup_iterations or "
+                             "final_learning_rate are given; expected the function to have all of it")
         if decay and schedule != "wsd":
             raise ValueError(f"training.decay_iterations is {decay}, and learning_rate_schedule {schedule!r}; expected "
                              "it with 'wsd' only")
@@ -313,13 +325,14 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
     ConfigError naming the key, its value and what was expected.
     """
-    beside = {"hugging_face", "context", "options"}
-    if "hugging_face" in model and not model.keys() - beside:
-        model = _with_vocabulary(model)
-        beside.add("vocabulary")
-    if "hugging_face" in model and model.keys() - beside:
-        raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
-                          "what the model is; [model.options] can change keys of that")
+    named = next((key for key in ("hugging_face", "torchtitan") if key in model), None)
+    if named is not None:
+        others = model.keys() - {named, "context", "options"}
+        if others:
+            raise ConfigError(f"model.{min(others)} is given beside model.{named}, whose config says what the model "
+                              "is; [model.options] can change keys of that")
+        if named == "hugging_face":
+            model = _with_vocabulary(model)
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))

@@ -202,3 +202,13 @@ class TensorWatch(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.storages.watch(tensor)
         return made
+
+
+def without_state_hooks(module: torch.nn.Module) -> None:
+    """From now on its state_dict has its parameters and buffers under their own names, whatever its classes make of it.
+
+    torch can remove a hook only by the handle that its registration has returned.
+    """
+    for one in module.modules():
+        one._state_dict_hooks.clear()
+        one._load_state_dict_pre_hooks.clear()

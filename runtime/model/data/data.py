@@ -4,8 +4,10 @@ import hashlib
 import os
 import re
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
+TORCHTITAN = "slipstream.runtime.model.data.torchtitan_data:TorchtitanData"
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -68,6 +71,48 @@ class Data(Protocol):
         """
 
 
+class IterationData(Protocol):
+    """Data that are read iteration by iteration, as a loader is: all samples of one, in order, on every worker."""
+
+    @property
+    def digest(self) -> str:
+        """As of `Data`."""
+
+    def samples(self, iteration: int, count: int) -> Sequence[tuple[Tensor, ...]]:
+        """The `count` micro-batches of an iteration, pipeline by pipeline, each as `Data.batch` gives it.
+
+        Iterations are asked for in order, some again, and after a failure or from a checkpoint from any on. Where there
+        is also `tokens(sample)`, it says how many tokens the loss of one counts.
+        """
+
+
+class _ByIterations:
+    """`IterationData` as `Data`; the last two iterations are kept, as one may still be read, or again."""
+
+    def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
+        self._data, self.digest = data, data.digest
+        self._first = list(accumulate(microbatches, initial=0))
+        self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
+        self._lock = threading.Lock()
+        if hasattr(data, "tokens"):
+            self.tokens = lambda iteration: [data.tokens(sample) for sample in self._samples(iteration)]
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """See `Data`: the data know batch and context from their configuration."""
+        return self._samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
+
+    def _samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
+        with self._lock:
+            if iteration not in self._kept:
+                found = self._data.samples(iteration, self._first[-1])
+                if len(found) != self._first[-1]:
+                    raise ConfigError(f"the data give {len(found)} samples for iteration {iteration}; expected "
+                                      f"{self._first[-1]}, one for each micro-batch of all pipelines")
+                self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
+                self._kept[iteration] = found
+            return self._kept[iteration]
+
+
 def knows_costs(data: Data) -> bool:
     """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
     return callable(getattr(data, "costs", None))
@@ -89,7 +134,7 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
-        return _own(config, config.training.data)
+        return _own(config, config.training.data, microbatches)
     if config.training.tokens is not None or config.training.tokenizer is not None:
         return _tokens(config, microbatches)
     path = config.training.text
@@ -102,11 +147,11 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     return Corpus(torch.from_numpy(text), config.training.seed)
 
 
-def _own(config: RunConfig, name: str) -> Data:
-    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
-    make = load_reference("training.data", name)
+def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data`, or `IterationData`, says."""
+    make = load_reference("training.data", TORCHTITAN if name == "torchtitan" else name)
     try:
-        data: Data = make(config)
+        data: Any = make(config)
         digest: object = data.digest
     except ConfigError:
         raise
@@ -115,7 +160,8 @@ def _own(config: RunConfig, name: str) -> Data:
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
-    return data
+    found: Data = _ByIterations(data, microbatches) if hasattr(data, "samples") else data
+    return found
 
 
 def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:

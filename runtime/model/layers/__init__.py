@@ -15,5 +15,6 @@
     gpt_parallel      the GPT's layers as one of several processes of a worker has them
     distributed_tensors  layers that torch's parallelize_module has cut
     hugging_face/     decoder models of transformers, by name
+    torchtitan/       torchtitan's models, by name
     flops             operations of a model's training, counted
 """
