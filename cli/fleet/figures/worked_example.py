@@ -3,8 +3,8 @@
 from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageMemory, StageTimes
+from slipstream.planner.options import Method
 from slipstream.planner.plan import Plan, plan_job
-from slipstream.planner.search.engine import Method
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)
