@@ -24,7 +24,7 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.bound import Bound
-from slipstream.planner.budget import Clock, ProgressCallback, quiet
+from slipstream.planner.budget import Clock, ProgressCallback, StepClock, quiet
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import exact
@@ -277,8 +277,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
     JobError for unknown workers, NoPlanError when no schedule can exist.
     """
-    (begin if options.steps is None else ready)(progress)
-    began, clock = time.monotonic(), clock or options.clock()
+    clock = clock or options.clock()
+    (ready if isinstance(clock, StepClock) else begin)(progress)
+    began = time.monotonic()
     roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
     best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)
     in_place = msgspec.structs.replace(options.within(roles), layers="fixed")

@@ -7,7 +7,17 @@ from contextlib import contextmanager
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock, End, ProgressCallback, SearchProgress, Tally, interruptible, quiet
+from slipstream.planner.budget import (
+    Budget,
+    Clock,
+    End,
+    ProgressCallback,
+    SearchProgress,
+    StepClock,
+    Tally,
+    interruptible,
+    quiet,
+)
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
@@ -83,8 +93,9 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     `clock`: of a search that this plan is part of.
     """
     require_known(failed, job)
-    (begin if options.steps is None else ready)(progress)  # counted steps are those of compiled loops
-    began, clock = time.monotonic(), clock or options.clock()
+    clock = clock or options.clock()
+    (ready if isinstance(clock, StepClock) else begin)(progress)
+    began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
         speed = Speed(options.seconds, clock)
