@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
@@ -27,7 +28,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 # Store, TCPStore, HashStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find
 #   them.
 #   Replaced by: `from torch.distributed import TCPStore`, once torch exports it in words that mypy reads.
-# FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or memory.
+# FakeTensor, FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or
+#   memory.
 #   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
 #   models under test allow that.
 # DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
@@ -200,3 +202,13 @@ class TensorWatch(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.storages.watch(tensor)
         return made
+
+
+def without_state_hooks(module: torch.nn.Module) -> None:
+    """From now on its state_dict has its parameters and buffers under their own names, whatever its classes make of it.
+
+    torch can remove a hook only by the handle that its registration has returned.
+    """
+    for one in module.modules():
+        one._state_dict_hooks.clear()
+        one._load_state_dict_pre_hooks.clear()

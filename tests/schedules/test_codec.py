@@ -90,7 +90,7 @@ def test_version_1_knows_no_layers(path, value, names):
 
 
 def test_schema_is_up_to_date():
-    stored = (files("schedules") / "schedule.schema.json").read_text()
+    stored = (files("slipstream.schedules") / "schedule.schema.json").read_text()
     text = json.dumps(json_schema(), indent=1)
     assert json.loads(stored) == json.loads(text), f"write this to schedules/schedule.schema.json:\n{text}"
 

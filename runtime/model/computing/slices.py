@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms as forms
 from slipstream.runtime.model.data.data import Microbatch as Microbatch
+from slipstream.runtime.model.data.data import gives_more
 from slipstream.runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
 from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
 from slipstream.runtime.model.layers.recomputing import recomputed, recomputing
@@ -67,7 +68,9 @@ class SliceRunner:
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
         self._calls = {layer: LayerCall(modules[layer]) for layer in range(*layers)}
-        self.reads_batch = self.first or self.last or any(call.takes_batch for call in self._calls.values())
+        more = gives_more(config.training)
+        self.reads_batch = self.first or self.last or any(
+            call.takes_batch if more else call.needs_batch for call in self._calls.values())
         """Whether F needs what belongs to the micro-batch."""
         self._recomputed = recomputed(config.training, model.layers)
         self._loss_of = loss_call(model.loss)
