@@ -181,7 +181,7 @@ def test_it_does_not_begin_what_the_time_is_too_short_for():
     known = msgspec.structs.replace(known, bound=Bound(known.period - 1, known.bound.scope))
     assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
     annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
-    assert annealed.annealing is not None
+    assert annealed.annealed is not None
 
 
 def test_live_workers_of_stages_that_lost_one_may_hand_on_micro_batches_and_no_others():
