@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.jobs import uniform_job
 from slipstream.planner import compiled, kernel, loops
+from slipstream.planner.budget import Clock
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only, plan_with
 from slipstream.schedules.schedule import Worker
@@ -81,7 +82,8 @@ def test_a_plan_within_seconds_is_made_of_list_schedules_while_another_process_c
     monkeypatch.setattr(loops, "_compiled_beside", threading.Event())
     monkeypatch.setattr(loops, "_machine_code", lambda: Kernel)
     monkeypatch.setattr(compiled.subprocess, "Popen", lambda command, **_: started.append(command))
-    plan = plan_with(PlanOptions(time_limit=1.0), uniform_job(2, 4, 4), [Worker(1, 2)], progress=said.append)
+    plan = plan_with(PlanOptions(time_limit=1.0), uniform_job(2, 4, 4), [Worker(1, 2)], progress=said.append,
+                     clock=Clock())
     assert started == [[sys.executable, "-m", compiled.__name__]] and said[0] == compiled.BESIDE
     assert plan.schedule.method == "list schedules" and plan.schedule.period_ticks < 2 * plan.schedule.lower_bound_ticks
 
