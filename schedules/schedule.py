@@ -97,6 +97,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Seats by physical worker."""
         return {seat.worker: seat for seat in self.seats}
 
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """All live workers, sorted."""
+        return tuple(seat.worker for seat in self.seats)
+
     @cached_property
     def player_of(self) -> Mapping[Worker, Worker]:
         """The physical worker that plays each role; a role that no worker plays is down."""

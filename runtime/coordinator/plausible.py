@@ -85,7 +85,7 @@ class Bounds:
         assert known is not None
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
-                and _ascending(known.layers, self.setup.cuts[-1]) and set(known.members) <= self.workers
+                and _ascending(known.layers, self.setup.cuts[-1]) and self.workers.issuperset(known.failed)
                 and self._may_keep(known.kept) and (known.validated is None or _known(known.validated, iterations)))
 
 

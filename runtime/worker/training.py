@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -22,7 +22,6 @@ from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.reports import OrderStoppedError, Reports
 from slipstream.runtime.worker.slowed_recorder import recorder_for
-from slipstream.schedules.graph import Transfer
 from slipstream.schedules.schedule import OpKind, Schedule
 
 
@@ -32,18 +31,16 @@ class Training:
     It does not hold what runs the program, which calls it back: both are freed as soon as the order is over.
     """
 
-    def __init__(self, part: OrderContext, reports: Reports, order: Sequence[Transfer]) -> None:
+    def __init__(self, part: OrderContext, reports: Reports) -> None:
         context, schedule = part.context, part.schedule
         training = context.config.training
         self._part = part
         self._session = part.session
-        self._transfers = order
         self._reports = reports
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[Slices | Exchange]()
         """What has tensors of micro-batches."""
-        self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
-                                     if worker == part.worker)
+        self._speaks_for = context.placement.spoken_for(schedule, part.worker)
         self.steps = Steps(
             context.layer_store.holding, training, layers=context.model.layers, speaks_for=self._speaks_for,
             share=part.session.sum_over_all if watches_gradients(training) else None,
@@ -102,8 +99,7 @@ class Training:
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
         context = self._part.context
-        exchange = Exchange(schedule, self._session, context.forms, iterations, context.by_rank,
-                            self._transfers if schedule is self._part.schedule else None)
+        exchange = Exchange(schedule, self._session, context.forms, iterations, context.by_rank)
         self._holds.add(exchange)
         return exchange
 
@@ -130,10 +126,10 @@ class Training:
         def evaluate(iteration: int) -> float:
             self._validate(executor)
             self._reports.reached = iteration
-            assert context.validation is not None and validation is not None
+            assert context.validation is not None and validation is not None and part.whole is not None
             if not made:
                 made.append(Evaluation(
-                    part.schedule, session=self._session, slices=slices, steps=self.steps,
+                    part.whole, session=self._session, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
                     iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
             slices.weigh(validation)
