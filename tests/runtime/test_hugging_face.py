@@ -279,6 +279,25 @@ def test_without_weights_they_begin_as_transformers_begins(kind, tmp_path):
     assert len(forms(model, config)) == 6
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_keep_their_digits_and_angles_of_positions_theirs(kind, tmp_path):
+    """float64 weights are loaded as such; in bfloat16, position 1000 must not be told by three digits of its angle."""
+    torch.manual_seed(1)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **KINDS[kind]))
+    for parameter in theirs.double().parameters():
+        torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(tmp_path)
+    decoder = theirs.base_model.h[1] if kind == "gpt2" else theirs.base_model.layers[1]
+    ours = model_for(configured(tmp_path).model, 0, torch.float64, CPU).build(2)
+    for (name, one), other in zip(ours.layer.named_parameters(), decoder.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    half = model_for(configured(tmp_path).model, 0, torch.bfloat16, CPU).build(2)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in half.buffers()} <= {torch.float32}
+    for one, other in zip(half.buffers(), ours.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_path):
