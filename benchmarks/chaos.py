@@ -42,15 +42,15 @@ import torch
 
 from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
 from benchmarks.chaos_scenario import ChaosScenario, resilience, settings, watching_closely
-from planner.plan import plan_job
-from runtime.config import RunConfig
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.errors import RunError
-from runtime.launch import RunOptions, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.processes.fork_server import ForkServer
-from runtime.tools.reference import ReferenceResult, reference_run
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0

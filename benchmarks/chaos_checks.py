@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.events import Event, Failed, Noted
-from runtime.model.checkpoints.parameters import load_parameters
-from runtime.tools.reference import ReferenceResult
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.events import Event, Failed, Noted
+from slipstream.runtime.model.checkpoints.parameters import load_parameters
+from slipstream.runtime.tools.reference import ReferenceResult
+from slipstream.schedules.schedule import Worker
 
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """What is said of a worker that was lost on purpose."""

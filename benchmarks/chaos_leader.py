@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.chaos_checks import ChaosError, Survivors, below
 from benchmarks.chaos_scenario import resilience, scenario, watching_closely
-from planner.plan import plan_job
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.errors import RunError
-from runtime.launch import RunOptions, run
-from runtime.processes.fork_server import ForkServer
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.processes.fork_server import ForkServer
 
 
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str) -> None:

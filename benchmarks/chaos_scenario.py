@@ -11,22 +11,22 @@ from typing import Any
 import msgspec
 
 from benchmarks.jobs import uniform_job
-from planner.failures import job_at
-from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_only
-from runtime.config import RunConfig, parse_run_config
-from runtime.coordinator import slow_detector, slow_workers
-from runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speeds
-from runtime.coordinator.settling import Settling
-from runtime.launch import Resilience
-from runtime.model.checkpoints.checkpoint import Checkpoint
-from runtime.processes.process_manager import NodeFailure, Return
-from runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
-from schedules.schedule import Schedule, Worker
-from schedules.tables.relabel import relabel
+from slipstream.planner.failures import job_at
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_only
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.coordinator import slow_detector, slow_workers
+from slipstream.runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speeds
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.launch import Resilience
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.processes.process_manager import NodeFailure, Return
+from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.relabel import relabel
 
 ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
 """How often each is drawn."""

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.jobs import uniform_job
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator import checkpoint_timer
-from runtime.launch import Resilience, RunResult, run
-from runtime.processes.fork_server import ForkServer
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator import checkpoint_timer
+from slipstream.runtime.launch import Resilience, RunResult, run
+from slipstream.runtime.processes.fork_server import ForkServer
 
 WARM_UP = 5
 LIMIT = 0.01

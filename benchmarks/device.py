@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.memory import STAGES, Line, compare, job_bytes
-from planner.job.file import read_job
-from planner.job.writer import job_text
-from runtime.config import parse_run_config
-from runtime.device import choose_device
-from runtime.events import Event, FetchBegun, Resumed, SettlingChosen
-from runtime.replay.transport import choose_transport
-from runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
+from slipstream.planner.job.file import read_job
+from slipstream.planner.job.writer import job_text
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.events import Event, FetchBegun, Resumed, SettlingChosen
+from slipstream.runtime.replay.transport import choose_transport
+from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
 
 PIPELINES, LOST = 2, "1.1"
 LIMIT_SECONDS = 240.0

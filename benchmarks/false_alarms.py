@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.launch import RunOptions, run
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.launch import RunOptions, run
 
 MOST = 1 / 1000
 

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from planner.model.bounds import lower_bound
-from planner.model.decompose import decompose
-from planner.model.from_job import build_problem
-from planner.options import LAYERS, PlanOptions
-from planner.plan import plan_with
-from schedules.schedule import Worker
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.options import LAYERS, PlanOptions
+from slipstream.planner.plan import plan_with
+from slipstream.schedules.schedule import Worker
 
 MICROBATCHES = 32
 FAILURES = (0, 1, 5, 50)

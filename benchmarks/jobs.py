@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from planner.job.file import Job, parse_job
-from planner.job.writer import job_text
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.job.writer import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,

@@ -31,19 +31,19 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from planner.job.file import Job, parse_job
-from planner.job.layers import layer_costs
-from planner.job.writer import job_text
-from planner.layout.bounds import period_bound, work_bound
-from planner.layout.candidates import candidates
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout
-from planner.model.from_job import layout_problem
-from planner.model.problem import NoPlanError
-from planner.model.ticks import tick_of
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.writer import job_text
+from slipstream.planner.layout.bounds import period_bound, work_bound
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import Layout
+from slipstream.planner.model.from_job import layout_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.schedules.schedule import Worker
 
 GOAL, LIMIT = 1.04, 1.10
 KINDS = ((1, 0), (2, 0), (4, 0), (0, 1), (0, 2), (1, 1))

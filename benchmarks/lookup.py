@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from benchmarks.jobs import uniform_text
-from planner.job.file import parse_job
-from planner.options import PlanOptions
-from planner.tables.build import build_table
-from schedules.check import check
-from schedules.tables.pattern import dead_column
-from schedules.tables.table import Table
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.tables.build import build_table
+from slipstream.schedules.check import check
+from slipstream.schedules.tables.pattern import dead_column
+from slipstream.schedules.tables.table import Table
 
 
 def milliseconds(times: list[float]) -> dict[str, float]:

@@ -26,14 +26,14 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.jobs import gpt_job
-from cli.profile import job_tables
-from runtime.config import RunConfig, parse_run_config
-from runtime.device import choose_device
-from runtime.model.computing.slices import SliceRunner, TensorForm, forms
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-from runtime.model.state.holding import build_holding
-from runtime.tools.profile import profile
+from slipstream.cli.profile import job_tables
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, forms
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.tools.profile import profile
 
 STAGES = 2
 ROW = 8

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from cli.timeline_page import Shown, timeline_page
-from planner.plan import plan_job
-from schedules.schedule import Schedule, Worker
+from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.schedule import Schedule, Worker
 from tests.browser import Browser, find_browser
 
 TARGET = 1000 / 60

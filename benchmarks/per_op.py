@@ -29,15 +29,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from planner.job.file import parse_job
-from planner.plan import plan_job
-from runtime.config import RunConfig, parse_run_config
-from runtime.launch import RunOptions, run
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-from runtime.processes.fork_server import ForkServer
-from schedules.schedule import OpKind, Schedule
-from schedules.torchcsv import write_order
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.schedules.schedule import OpKind, Schedule
+from slipstream.schedules.torchcsv import write_order
 
 LIMIT = 1.0
 WARM_UP = 20
@@ -208,7 +208,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "runtime.launch", "planner.plan"])
+    get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "slipstream.runtime.launch", "slipstream.planner.plan"])
     outcomes = [outcome for setting in settings(options.stages, options.microbatches, options.width,
                                                 options.iterations)
                 for outcome in compare(setting, options.repeats)]

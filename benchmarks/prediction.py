@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.jobs import gpt_job
-from cli.profile import job_tables
-from planner.job.file import parse_job
-from planner.job.writer import job_text
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.launch import run
-from runtime.model.layers.layered_model import split_layers
-from runtime.tools.profile import Profile, profile
+from slipstream.cli.profile import job_tables
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.job.writer import job_text
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.tools.profile import Profile, profile
 
 LIMIT = 0.10
 CALM = 0.05

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from planner.job.file import Job, parse_job
-from planner.options import Layers, PlanOptions
-from planner.plan import plan_with
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.options import Layers, PlanOptions
+from slipstream.planner.plan import plan_with
+from slipstream.schedules.schedule import Worker
 
 LIMITS = {1.0: 0.08, 1.5: 0.03, 2.0: 0.01}
 """Gap aimed at for each capacity, in activations per stage of the pipeline; on nine instances in ten."""

@@ -29,14 +29,14 @@ from pathlib import Path
 
 from benchmarks.jobs import uniform_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.job.file import Job
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, RunOptions, run
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.process_manager import Return
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Schedule, Worker
 
 PAUSE_LIMIT_SECONDS = 1.0
 GAP_LIMIT_SECONDS = 0.15

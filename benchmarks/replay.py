@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.job.file import Job, parse_job
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_only
-from runtime.config import parse_run_config
-from runtime.launch import RunOptions, run
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_only
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.schedules.schedule import Schedule, Worker
 
 LIMIT = 1.04
 WARM_UP = 2

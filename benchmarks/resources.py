@@ -26,14 +26,14 @@ from pathlib import Path
 
 from benchmarks.jobs import uniform_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, RunOptions, run
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Injection, Place
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Injection, Place
+from slipstream.schedules.schedule import Schedule, Worker
 
 OP_SECONDS = 0.002
 WIDTH = 256

@@ -30,15 +30,15 @@ from rich.table import Table
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.job.file import Job
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.errors import RunError
-from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Injection
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.schedules.schedule import Schedule, Worker
 
 CHECKPOINT_EVERY = 5
 PLACE = 2

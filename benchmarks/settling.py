@@ -22,17 +22,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.failures import FailurePlanner
-from planner.job.file import Job, parse_job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from runtime.config import parse_run_config
-from runtime.coordinator.settling import Settling
-from runtime.events import Event, FetchBegun, HandedOver, OrderGiven, SettlingChosen
-from runtime.launch import Resilience, RunOptions, run
-from runtime.processes.fork_server import ForkServer
-from runtime.protocol.failure_injection import Injection
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.events import Event, FetchBegun, HandedOver, OrderGiven, SettlingChosen
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.schedules.schedule import Worker
 
 HEALTHY = 8
 """Iterations before the failure."""

@@ -35,23 +35,23 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.jobs import uniform_job
-from planner.plan import plan_job
-from runtime.config import RunConfig, TrainingConfig, parse_run_config
-from runtime.launch import run
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.state.holding import Holding
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import elements_of
-from runtime.model.state.parts import Cut, cut
-from runtime.processes.children import Children
-from runtime.processes.fork_server import ForkServer
-from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from runtime.replay.communication import Communicator
-from runtime.replay.membership import Membership
-from runtime.replay.part_exchange import PartExchange
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import Cut, cut
+from slipstream.runtime.processes.children import Children
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 BYTES = 20
 """Of the optimizer for each parameter that is stepped: two moments, and what undoes a step of them and of itself."""

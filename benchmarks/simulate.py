@@ -19,17 +19,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from cli.fleet.availability_trace import group_gpus
-from cli.fleet.costs import costs_for
-from cli.fleet.failure_models import FAILURE_MODELS, single
-from cli.fleet.policies import POLICIES
-from cli.fleet.simulation import compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import draw_trace
-from cli.fleet.throughput import Throughputs
-from planner.job.file import Job
-from planner.plan import plan_job
-from schedules.schedule import Worker
-from schedules.timing import Noise, replay
+from slipstream.cli.fleet.availability_trace import group_gpus
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS, single
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.simulation import compare, throughputs_over_traces
+from slipstream.cli.fleet.synthetic_trace import draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.job.file import Job
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.timing import Noise, replay
 
 ALL = list(POLICIES.values())
 STUDIES = ("large", "largest", "seeds", "replays")

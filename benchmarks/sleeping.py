@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.api import ModelConfig, TrainingConfig, derive_seed, seeded, weight_work
+from slipstream.runtime.api import ModelConfig, TrainingConfig, derive_seed, seeded, weight_work
 
 _SECONDS = "SLEEPING_SECONDS"
 _FROZEN = "SLEEPING_FROZEN_BYTES"

@@ -23,14 +23,14 @@ from rich.table import Table
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.failures import FailurePlanner
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.coordinator.speed_planning import period_at
-from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.protocol.failure_injection import Slowdown
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.speed_planning import period_at
+from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
+from slipstream.runtime.protocol.failure_injection import Slowdown
+from slipstream.schedules.schedule import Schedule, Worker
 
 LEAST_SHARE, MOST_ITERATIONS = 0.93, 5
 WARM_UP = 2

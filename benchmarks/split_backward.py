@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from runtime.config import RunConfig, parse_run_config
-from runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, forms
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.state.holding import build_holding
-from runtime.tools.stage_bench import timed
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.model.computing.slices import Microbatch, SliceRunner, TensorForm, forms
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.tools.stage_bench import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:

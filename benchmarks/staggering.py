@@ -24,13 +24,13 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.jobs import uniform_job
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.launch import run
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.layers.gpt import GPT
-from runtime.model.state.optimizer import UndoableOptimizer
-from schedules.schedule import OptimizerMode
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.layers.gpt import GPT
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"
 LIMIT = 1.03

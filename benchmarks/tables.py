@@ -19,10 +19,10 @@ from rich.progress import Progress
 from rich.table import Table as Grid
 
 from benchmarks.jobs import uniform_text
-from planner.job.file import parse_job
-from planner.options import PlanOptions
-from planner.tables.build import BuiltTable, build_table
-from schedules.tables.table import Table
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.tables.build import BuiltTable, build_table
+from slipstream.schedules.tables.table import Table
 
 
 def build(options: argparse.Namespace, folder: Path) -> BuiltTable:

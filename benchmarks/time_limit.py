@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from planner.job.file import Job
-from planner.plan import plan_job
-from planner.repetition import GRACE_SECONDS, GRACE_SHARE, TooLargeError
-from planner.search.compiled import ready
-from schedules.codec import encode
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.plan import plan_job
+from slipstream.planner.repetition import GRACE_SECONDS, GRACE_SHARE, TooLargeError
+from slipstream.planner.search.compiled import ready
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Worker
 
 SHAPES = ((3, 4, 6), (4, 8, 16), (8, 8, 16), (8, 16, 32), (16, 8, 32), (32, 16, 32), (128, 8, 32), (4, 8, 1024),
           (1, 1024, 16), (4, 8, 8192), (4, 8, 65_536))

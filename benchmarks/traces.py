@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
-from cli.fleet.costs import costs_for
-from cli.fleet.figures import published
-from cli.fleet.policies import POLICIES
-from cli.fleet.simulation import throughputs_over_traces
-from cli.fleet.throughput import Throughputs
-from cli.fleet.trace_file import read_availability_trace
-from planner.job.file import Job, read_job
-from planner.job.presets import preset
-from planner.model.bounds import lower_bound
-from planner.options import PlanOptions
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.trace_file import read_availability_trace
+from slipstream.planner.job.file import Job, read_job
+from slipstream.planner.job.presets import preset
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.options import PlanOptions
 
 FOLLOWED = ("slipstream-fixed", "recycle")
 """Policies whose schedules this planner may choose, so that it must never be behind them."""

@@ -8,6 +8,6 @@ if not sys.flags.safe_path:
     _root = str(Path(__file__).resolve().parents[1])
     sys.path[:1] = [] if _root in sys.path[1:] else [_root]
 
-from cli.start import main
+from slipstream.cli.start import main
 
 main()

@@ -9,8 +9,8 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.drawing.benchmark_page import HEAD, benchmark_page, shown, summary, table_rows
-from cli.fleet import (
+from slipstream.cli.drawing.benchmark_page import HEAD, benchmark_page, shown, summary, table_rows
+from slipstream.cli.fleet import (
     CASES,
     GROUP,
     POLICIES,
@@ -27,10 +27,10 @@ from cli.fleet import (
     returned,
     run_case,
 )
-from cli.shared.console import err, near, out, print_json, refuse
-from cli.shared.inputs import require_writable, write_or_refuse
-from cli.shared.options import ANSWER, Json
-from cli.shared.planning import compile_planner
+from slipstream.cli.shared.console import err, near, out, print_json, refuse
+from slipstream.cli.shared.inputs import require_writable, write_or_refuse
+from slipstream.cli.shared.options import ANSWER, Json
+from slipstream.cli.shared.planning import compile_planner
 
 RUN, TAKING_PART = "What is run", "Who takes part"
 """Groups of options in the help."""

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from cli.shared.console import duration, out, print_json
-from cli.shared.inputs import read_schedule_or_refuse
-from cli.shared.options import Json, ScheduleFiles
-from planner.claims import proven_bound
-from schedules.check import Violation
-from schedules.check import check as violations_of
-from schedules.schedule import Schedule
-from schedules.text_excerpt import render_excerpt
+from slipstream.cli.shared.console import duration, out, print_json
+from slipstream.cli.shared.inputs import read_schedule_or_refuse
+from slipstream.cli.shared.options import Json, ScheduleFiles
+from slipstream.planner.claims import proven_bound
+from slipstream.schedules.check import Violation
+from slipstream.schedules.check import check as violations_of
+from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
 """Violations of a file that are drawn; the others are only named."""

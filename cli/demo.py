@@ -12,18 +12,18 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cli.drawing.text_timeline import timeline
-from cli.shared.console import duration, err, out, print_json, refuse
-from cli.shared.inputs import require_writable
-from cli.shared.options import Json
-from cli.shared.planning import compile_planner
-from planner.job.file import Job, StageMemory, read_job
-from planner.plan import Plan, plan_job
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import RunError, RunOptions, RunResult, run
-from runtime.run_folder import FolderError
-from runtime.tools.reference import reference_run
-from schedules.schedule import Schedule, Worker
+from slipstream.cli.drawing.text_timeline import timeline
+from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import require_writable
+from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.planning import compile_planner
+from slipstream.planner.job.file import Job, StageMemory, read_job
+from slipstream.planner.plan import Plan, plan_job
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.launch import RunError, RunOptions, RunResult, run
+from slipstream.runtime.run_folder import FolderError
+from slipstream.runtime.tools.reference import reference_run
+from slipstream.schedules.schedule import Schedule, Worker
 
 JOBS = Path(__file__).parent / "jobs"
 DEAD = Worker(1, 2)

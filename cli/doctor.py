@@ -14,11 +14,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cli.shared.console import duration, err, out, print_json
-from cli.shared.interrupts import importing
-from cli.shared.options import Json
-from cli.shared.version import version
-from planner.job.file import read_job
+from slipstream.cli.shared.console import duration, err, out, print_json
+from slipstream.cli.shared.interrupts import importing
+from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.version import version
+from slipstream.planner.job.file import read_job
 
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
@@ -122,7 +122,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _compiled() -> Finding:
-    from planner.search.compiled import is_compiled
+    from slipstream.planner.search.compiled import is_compiled
 
     with importing():
         compiled = is_compiled()
@@ -136,7 +136,7 @@ def _self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two others start and exchange a tensor."""
     try:
         with importing():
-            from runtime.tools.self_test import SelfTest, SelfTestError
+            from slipstream.runtime.tools.self_test import SelfTest, SelfTestError
     except ImportError as error:
         yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
         yield from _planning()
@@ -170,9 +170,9 @@ def _tested(name: str, test: Callable[[], str]) -> Finding:
 
 def _plan_and_check() -> str:
     with importing():
-        from planner.plan import plan_job
-    from schedules.check import check
-    from schedules.schedule import Worker
+        from slipstream.planner.plan import plan_job
+    from slipstream.schedules.check import check
+    from slipstream.schedules.schedule import Worker
 
     made = plan_job(read_job(EXAMPLE), [Worker(1, 2)], time_limit=SEARCH_SECONDS)
     if made.interrupted:
@@ -186,9 +186,9 @@ def _plan_and_check() -> str:
 
 
 def _look_up() -> str:
-    from schedules.schedule import Worker
-    from schedules.tables.table import Table as Schedules
-    from schedules.tables.table import library, library_names
+    from slipstream.schedules.schedule import Worker
+    from slipstream.schedules.tables.table import Table as Schedules
+    from slipstream.schedules.tables.table import library, library_names
 
     name = library_names()[0]
     folder = library(name)

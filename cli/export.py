@@ -6,22 +6,22 @@ from typing import Annotated
 
 import typer
 
-from cli.shared.console import answer_no, completing, err, print_json, refuse
-from cli.shared.inputs import (
+from slipstream.cli.shared.console import answer_no, completing, err, print_json, refuse
+from slipstream.cli.shared.inputs import (
     read_job_or_refuse,
     read_schedule_or_refuse,
     require_choice,
     require_writable,
     write_or_refuse,
 )
-from cli.shared.interrupts import importing
-from cli.shared.options import Json
-from planner.job.file import JobError
-from planner.job.megatron import layout_text
-from schedules.check import check
-from schedules.schedule import Schedule
-from schedules.torchcsv import TorchCsvError, write_order
-from schedules.torchtitan import HEADS, NEWEST, torchtitan_flags
+from slipstream.cli.shared.interrupts import importing
+from slipstream.cli.shared.options import Json
+from slipstream.planner.job.file import JobError
+from slipstream.planner.job.megatron import layout_text
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.torchcsv import TorchCsvError, write_order
+from slipstream.schedules.torchtitan import HEADS, NEWEST, torchtitan_flags
 
 FORMATS = ("torch-csv", "torchtitan", "megatron", "hugging-face")
 CONFIGS = {"0.2.2": "--job.config_file CONFIG"}
@@ -169,13 +169,13 @@ def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
 def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     folder = _require_new(folder, "hugging-face", "CHECKPOINT")
     with importing():
-        from cli.shared.train_inputs import checkpoint_or_refuse
-        from runtime.config import ConfigError
-        from runtime.model.checkpoints.checkpoint import CheckpointError
+        from slipstream.cli.shared.train_inputs import checkpoint_or_refuse
+        from slipstream.runtime.config import ConfigError
+        from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
     checkpoint = checkpoint_or_refuse(source)
     try:
         with importing():
-            from runtime.model.checkpoints.hugging_face_export import export_checkpoint
+            from slipstream.runtime.model.checkpoints.hugging_face_export import export_checkpoint
         export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
         refuse(f"--to hugging-face needs the package {error.name}: pip install 'slipstream-train[hf]'")

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from cli.shared.console import duration, err, out, print_json, refuse
-from cli.shared.inputs import parse_workers, read_schedule_or_refuse
-from cli.shared.options import Json, ScheduleFile, Seed
-from planner.job.profiler_trace import ProfilerTraceError
-from planner.job.straggler_trace import SUFFIX, read_straggler_trace
-from schedules.dealing import CostError, Dealer, costs_of, read_lengths, require_costs
-from schedules.schedule import Schedule, Worker
-from schedules.timing import Noise, replay
+from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import parse_workers, read_schedule_or_refuse
+from slipstream.cli.shared.options import Json, ScheduleFile, Seed
+from slipstream.planner.job.profiler_trace import ProfilerTraceError
+from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
+from slipstream.schedules.dealing import CostError, Dealer, costs_of, read_lengths, require_costs
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.timing import Noise, replay
 
 Spread = Annotated[float, typer.Option("--noise", metavar="SHARE", min=0, max=2, help=(
     "Standard deviation of op times, as a share of them (log-normal)."))]

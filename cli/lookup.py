@@ -8,22 +8,22 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 
-from cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
-from cli.shared.inputs import failed_workers, is_there, parse_workers, require_writable, write_or_refuse
-from cli.shared.options import Failed, FailedNode, Json, OutFile
-from cli.shared.planning import compile_planner
-from cli.shared.role_changes import role_change_lines
-from planner.job.file import Job, JobError, parse_job
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.transition import layers_received
-from schedules.check import check
-from schedules.codec import encode
-from schedules.schedule import Schedule, Worker
-from schedules.tables.file import TableError
-from schedules.tables.pattern import dead_column
-from schedules.tables.table import Table, library, library_names
+from slipstream.cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
+from slipstream.cli.shared.inputs import failed_workers, is_there, parse_workers, require_writable, write_or_refuse
+from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
+from slipstream.cli.shared.planning import compile_planner
+from slipstream.cli.shared.role_changes import role_change_lines
+from slipstream.planner.job.file import Job, JobError, parse_job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.transition import layers_received
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.pattern import dead_column
+from slipstream.schedules.tables.table import Table, library, library_names
 
 PLAN_SECONDS = 10.0
 """Time limit of planning for failures that are not in the table."""

@@ -6,15 +6,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli.shared.console import duration, err, near, out, print_json, refuse
-from cli.shared.inputs import is_there, require_writable, write_or_refuse
-from cli.shared.options import ANSWER, Json
-from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
-from planner.job.file import MAX_RANKS, JobError, parse_job
-from planner.job.presets import ESTIMATED, preset, preset_names
-from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
-from planner.job.straggler_trace import SUFFIX, read_straggler_trace
-from planner.job.writer import job_text, rounded
+from slipstream.cli.shared.console import duration, err, near, out, print_json, refuse
+from slipstream.cli.shared.inputs import is_there, require_writable, write_or_refuse
+from slipstream.cli.shared.options import ANSWER, Json
+from slipstream.planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
+from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
+from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
+from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
+from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
+from slipstream.planner.job.writer import job_text, rounded
 
 T = TypeVar("T")
 MOST = 2**31

@@ -6,9 +6,9 @@ from typing import Annotated, cast
 
 import typer
 
-from cli.drawing.text_timeline import timeline
-from cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
-from cli.shared.inputs import (
+from slipstream.cli.drawing.text_timeline import timeline
+from slipstream.cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
+from slipstream.cli.shared.inputs import (
     failed_workers,
     parse_workers,
     read_job_or_refuse,
@@ -17,7 +17,7 @@ from cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from cli.shared.options import (
+from slipstream.cli.shared.options import (
     ANSWER,
     PLANNED,
     Backward,
@@ -35,22 +35,22 @@ from cli.shared.options import (
     TimeLimit,
     Verbose,
 )
-from cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
-from cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
-from planner.alternatives import Alternative, alternatives
-from planner.degraded import SLOWER, STANDS_FOR, with_degraded
-from planner.job.file import Job, JobError
-from planner.job.topology import require_in_grid
-from planner.judge import judge_order
-from planner.model.problem import NoPlanError
-from planner.options import LAYERS
-from planner.plan import Plan
-from planner.recompute import SHARE, Recomputation
-from planner.report import plan_report
-from planner.transition import BANDWIDTH, transition
-from schedules.codec import MAX_OPS, ScheduleError, encode
-from schedules.schedule import OptimizerMode, Schedule, Worker
-from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
+from slipstream.cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
+from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
+from slipstream.planner.alternatives import Alternative, alternatives
+from slipstream.planner.degraded import SLOWER, STANDS_FOR, with_degraded
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.job.topology import require_in_grid
+from slipstream.planner.judge import judge_order
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import LAYERS
+from slipstream.planner.plan import Plan
+from slipstream.planner.recompute import SHARE, Recomputation
+from slipstream.planner.report import plan_report
+from slipstream.planner.transition import BANDWIDTH, transition
+from slipstream.schedules.codec import MAX_OPS, ScheduleError, encode
+from slipstream.schedules.schedule import OptimizerMode, Schedule, Worker
+from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
     "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from cli.shared.console import duration, err, out, print_json, refuse
-from cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
-from cli.shared.interrupts import importing
-from planner.job.file import Job, placement_table
-from planner.job.topology import topology_table
-from planner.job.writer import job_text, rounded
+from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.interrupts import importing
+from slipstream.planner.job.file import Job, placement_table
+from slipstream.planner.job.topology import topology_table
+from slipstream.planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
-    from runtime.tools.profile import Profile
-    from runtime.tools.stage_bench import StageProfile
+    from slipstream.runtime.tools.profile import Profile
+    from slipstream.runtime.tools.stage_bench import StageProfile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
@@ -46,12 +46,12 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     with importing():
         import torch
 
-        from runtime.config import ConfigError, parse_run_config
-        from runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-        from runtime.model.layers.worker_group import standing_in
-        from runtime.processes.fork_server import ForkServer
-        from runtime.tools.profile import ProfileError
-        from runtime.tools.profile import profile as measure
+        from slipstream.runtime.config import ConfigError, parse_run_config
+        from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+        from slipstream.runtime.model.layers.worker_group import standing_in
+        from slipstream.runtime.processes.fork_server import ForkServer
+        from slipstream.runtime.tools.profile import ProfileError
+        from slipstream.runtime.tools.profile import profile as measure
 
     wanted = read_job_or_refuse(job)
     if tensor_parallel is not None:
@@ -174,7 +174,7 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
-    from runtime.config import ConfigError
+    from slipstream.runtime.config import ConfigError
 
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
     if ends[-1] != layers or not all(counts):

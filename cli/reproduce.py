@@ -10,12 +10,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.fleet import FIGURES, Figure
-from cli.shared.console import err, near, out, print_json, refuse
-from cli.shared.inputs import require_writable, write_or_refuse
-from cli.shared.interrupts import checking_interrupts
-from cli.shared.options import Json
-from cli.shared.planning import compile_planner
+from slipstream.cli.fleet import FIGURES, Figure
+from slipstream.cli.shared.console import err, near, out, print_json, refuse
+from slipstream.cli.shared.inputs import require_writable, write_or_refuse
+from slipstream.cli.shared.interrupts import checking_interrupts
+from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.planning import compile_planner
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]
@@ -52,7 +52,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
 
 def _drawing_function() -> Callable[[Figure], bytes]:
     try:
-        from cli.drawing.figure_plot import draw
+        from slipstream.cli.drawing.figure_plot import draw
     except ImportError:
         refuse("the picture needs matplotlib: pip install 'slipstream-train[plots]', or --no-picture")
     return draw

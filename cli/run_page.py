@@ -10,17 +10,17 @@ from dataclasses import astuple
 from html import escape
 from pathlib import Path
 
-from cli.drawing.page_file import as_data, filled
-from cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, charts, described, points, settling, ticks
-from cli.shared.console import duration
-from cli.shared.event_words import Group, group, sentence
-from cli.shared.run_summary import clock, percent, rate, schedule_file, state, throughput, told
-from cli.timeline_page import MAX_OPS, Shown, timeline_data, timeline_shell
-from runtime.events import Failed, Resumed
-from runtime.run_record import Happened, RunRecord, Stretch
-from schedules.check import check
-from schedules.codec import ScheduleError, read
-from schedules.schedule import Schedule
+from slipstream.cli.drawing.page_file import as_data, filled
+from slipstream.cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, charts, described, points, settling, ticks
+from slipstream.cli.shared.console import duration
+from slipstream.cli.shared.event_words import Group, group, sentence
+from slipstream.cli.shared.run_summary import clock, percent, rate, schedule_file, state, throughput, told
+from slipstream.cli.timeline_page import MAX_OPS, Shown, timeline_data, timeline_shell
+from slipstream.runtime.events import Failed, Resumed
+from slipstream.runtime.run_record import Happened, RunRecord, Stretch
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import ScheduleError, read
+from slipstream.schedules.schedule import Schedule
 
 SIGNS: dict[Group, tuple[str, str]] = {
     "failure": ("✕", "failure"), "order": ("▲", "schedule"), "join": ("●", "worker joins"),

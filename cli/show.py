@@ -8,20 +8,25 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cli.drawing.perfetto import perfetto_trace
-from cli.drawing.svg_timeline import drawing
-from cli.drawing.text_timeline import measured_timeline, timeline
-from cli.run_page import run_page
-from cli.shared.console import duration, err, out_of, print_json, refuse
-from cli.shared.inputs import read_schedule_or_refuse, require_writable, write_or_refuse
-from cli.shared.options import Json
-from cli.shared.run_summary import print_run, run_summary
-from cli.shared.schedule_summary import measured_period, summary, summary_line
-from cli.timeline_page import Shown, timeline_page
-from runtime.run_record import RunRecord, RunRecordError, read_run
-from schedules.check import check
-from schedules.measured_trace import MeasuredIteration, MeasuredTrace, MeasuredTraceError, read_measured_trace
-from schedules.schedule import Schedule
+from slipstream.cli.drawing.perfetto import perfetto_trace
+from slipstream.cli.drawing.svg_timeline import drawing
+from slipstream.cli.drawing.text_timeline import measured_timeline, timeline
+from slipstream.cli.run_page import run_page
+from slipstream.cli.shared.console import duration, err, out_of, print_json, refuse
+from slipstream.cli.shared.inputs import read_schedule_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.options import Json
+from slipstream.cli.shared.run_summary import print_run, run_summary
+from slipstream.cli.shared.schedule_summary import measured_period, summary, summary_line
+from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.runtime.run_record import RunRecord, RunRecordError, read_run
+from slipstream.schedules.check import check
+from slipstream.schedules.measured_trace import (
+    MeasuredIteration,
+    MeasuredTrace,
+    MeasuredTraceError,
+    read_measured_trace,
+)
+from slipstream.schedules.schedule import Schedule
 
 DRAWN, WRITTEN = "What is shown", "Files to write"
 """Groups of options in the help."""

@@ -12,8 +12,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
-from cli.fleet import (
+from slipstream.cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
+from slipstream.cli.fleet import (
     FAILURE_MODELS,
     POLICIES,
     SLOW_MODELS,
@@ -37,16 +37,16 @@ from cli.fleet import (
     single,
     throughputs_over_traces,
 )
-from cli.shared.console import answer_no, err, near, out, print_json, refuse
-from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
-from cli.shared.interrupts import checking_interrupts
-from cli.shared.options import ANSWER, JobFile, Json
-from cli.shared.planning import chosen_recomputation, compile_planner
-from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from schedules.tables.file import TableError
-from schedules.tables.table import Table, library
+from slipstream.cli.shared.console import answer_no, err, near, out, print_json, refuse
+from slipstream.cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.interrupts import checking_interrupts
+from slipstream.cli.shared.options import ANSWER, JobFile, Json
+from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.table import Table, library
 
 DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
 FAILURES, FOLLOWED = "The failures", "The policies"

@@ -4,7 +4,7 @@
 def main() -> None:
     """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
     try:
-        from cli.app import app
+        from slipstream.cli.app import app
 
         try:
             app(prog_name="slipstream")

@@ -9,15 +9,26 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from cli.shared.options import ANSWER, PLANNED, SEARCH, Backward, JobFile, Json, MethodName, Optimizer, Seed, Steps
-from cli.shared.planning import chosen_recomputation, compile_planner, plan_options
-from planner.job.file import JobError, parse_job, read_job_text
-from planner.model.problem import NoPlanError
-from planner.progress import CountCallback
-from planner.tables.build import BuiltTable, build_table
-from planner.tables.process_pool import PoolError
-from schedules.tables.file import READABLE_INDEX, TableError
+from slipstream.cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from slipstream.cli.shared.options import (
+    ANSWER,
+    PLANNED,
+    SEARCH,
+    Backward,
+    JobFile,
+    Json,
+    MethodName,
+    Optimizer,
+    Seed,
+    Steps,
+)
+from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, plan_options
+from slipstream.planner.job.file import JobError, parse_job, read_job_text
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.progress import CountCallback
+from slipstream.planner.tables.build import BuiltTable, build_table
+from slipstream.planner.tables.process_pool import PoolError
+from slipstream.schedules.tables.file import READABLE_INDEX, TableError
 
 MaxFailures = Annotated[int, typer.Option("--max-failures", rich_help_panel=PLANNED, metavar="K", min=0, help=(
     "Schedules for each number of failures up to this."))]

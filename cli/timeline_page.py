@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from cli.drawing.op_colours import COLOURS, NAMES
-from cli.drawing.page_file import as_data, filled
-from cli.shared.schedule_summary import measured_period, summary
-from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from schedules.memory import room
-from schedules.precedence import RULES
-from schedules.schedule import Op, OpKind, Schedule, Seat, Worker
+from slipstream.cli.drawing.op_colours import COLOURS, NAMES
+from slipstream.cli.drawing.page_file import as_data, filled
+from slipstream.cli.shared.schedule_summary import measured_period, summary
+from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from slipstream.schedules.memory import room
+from slipstream.schedules.precedence import RULES
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Seat, Worker
 
 STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")

@@ -9,10 +9,10 @@ from pathlib import Path
 import typer
 from msgspec.structs import replace
 
-from cli.shared.console import answer_no, err, out, print_json, refuse
-from cli.shared.degraded_workers import may_degrade, with_less_room
-from cli.shared.device_peak import peak_flops
-from cli.shared.going_on import (
+from slipstream.cli.shared.console import answer_no, err, out, print_json, refuse
+from slipstream.cli.shared.degraded_workers import may_degrade, with_less_room
+from slipstream.cli.shared.device_peak import peak_flops
+from slipstream.cli.shared.going_on import (
     done_without_this_node,
     how_to_resume,
     is_same,
@@ -20,22 +20,22 @@ from cli.shared.going_on import (
     require_folder,
     where_to_go_on,
 )
-from cli.shared.inputs import (
+from slipstream.cli.shared.inputs import (
     failed_workers,
     read_job_or_refuse,
     read_schedule_or_refuse,
     require_choice,
     require_writable,
 )
-from cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
-from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
-from cli.shared.plan_summary import recomputation_lines
-from cli.shared.planning import chosen_recomputation, make_plan, plan_options
-from cli.shared.rehearsals import read_rehearsals
-from cli.shared.run_progress import shown
-from cli.shared.train_answer import report, summary
-from cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
-from cli.shared.train_options import (
+from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
+from slipstream.cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
+from slipstream.cli.shared.plan_summary import recomputation_lines
+from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options
+from slipstream.cli.shared.rehearsals import read_rehearsals
+from slipstream.cli.shared.run_progress import shown
+from slipstream.cli.shared.train_answer import report, summary
+from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
+from slipstream.cli.shared.train_options import (
     BringBack,
     CheckpointEvery,
     CoordinatorTimeout,
@@ -62,29 +62,29 @@ from cli.shared.train_options import (
     Tensorboard,
     TrainingSeed,
 )
-from planner.failures import FailurePlanner
-from planner.job.file import Job
-from planner.options import LAYERS, PlanOptions
-from planner.recompute import chooses_recomputation
-from runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
-from runtime.coordinator.settling import Settling
-from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.coordinator.tensorboard import require_package
-from runtime.launch import Resilience, RunError, RunOptions, run
-from runtime.model.checkpoints.checkpoint import CheckpointError
-from runtime.node_agent import NodeJob, join
-from runtime.processes.faults import FAULTS_PER_HOUR
-from runtime.processes.launchers import Launched, announce, find, to_open
-from runtime.processes.parent_death import signal_at_death_of_parent
-from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, left_behind
-from schedules.check import check
-from schedules.schedule import Schedule, Worker
-from schedules.tables.table import Table
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.file import Job
+from slipstream.planner.options import LAYERS, PlanOptions
+from slipstream.planner.recompute import chooses_recomputation
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from slipstream.runtime.coordinator.tensorboard import require_package
+from slipstream.runtime.launch import Resilience, RunError, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.node_agent import NodeJob, join
+from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
+from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
+from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
+from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.run_folder import FolderError, left_behind
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.table import Table
 
 
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,

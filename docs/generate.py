@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cli.app import COMMANDS, load
-from cli.drawing.svg_timeline import drawing
-from planner import Job, parse_job, plan_job
-from schedules.schedule import Worker
+from slipstream.cli.app import COMMANDS, load
+from slipstream.cli.drawing.svg_timeline import drawing
+from slipstream.planner import Job, parse_job, plan_job
+from slipstream.schedules.schedule import Worker
 
 EXAMPLE = (Path(__file__).parents[1] / "cli" / "jobs" / "worked-example.toml").read_text()
 ONE_F_ONE_B_MEMORY = "[memory]\ncapacity = [4, 3, 2, 1]\n"

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from planner import Job, parse_job, plan_job
-from runtime.api import Microbatch, ModelConfig, RunConfig, derive_seed, parse_run_config, run, seeded
-from schedules.check import check
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.planner import Job, parse_job, plan_job
+from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, derive_seed, parse_run_config, run, seeded
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 JOB = """
 pipelines = 3

@@ -6,7 +6,7 @@ Its package names it in pyproject.toml; then `slipstream benchmark --entry whole
     whole-pipelines = "my_package.fleet_policy:WholePipelines"
 """
 
-from cli.fleet import Entry
+from slipstream.cli.fleet import Entry
 
 
 class WholePipelines(Entry):

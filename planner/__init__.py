@@ -27,18 +27,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.failures import FailurePlanner as FailurePlanner
-    from planner.job.file import Job as Job
-    from planner.job.file import JobError as JobError
-    from planner.job.file import parse_job as parse_job
-    from planner.job.file import read_job as read_job
-    from planner.judge import Judged as Judged
-    from planner.judge import judge_order as judge_order
-    from planner.model.problem import NoPlanError as NoPlanError
-    from planner.normalise import normalised as normalised
-    from planner.options import PlanOptions as PlanOptions
-    from planner.plan import Plan as Plan
-    from planner.plan import plan_job as plan_job
+    from slipstream.planner.failures import FailurePlanner as FailurePlanner
+    from slipstream.planner.job.file import Job as Job
+    from slipstream.planner.job.file import JobError as JobError
+    from slipstream.planner.job.file import parse_job as parse_job
+    from slipstream.planner.job.file import read_job as read_job
+    from slipstream.planner.judge import Judged as Judged
+    from slipstream.planner.judge import judge_order as judge_order
+    from slipstream.planner.model.problem import NoPlanError as NoPlanError
+    from slipstream.planner.normalise import normalised as normalised
+    from slipstream.planner.options import PlanOptions as PlanOptions
+    from slipstream.planner.plan import Plan as Plan
+    from slipstream.planner.plan import plan_job as plan_job
 
 _HOMES = {
     "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from planner.budget import Clock
-from planner.job.file import Job, JobError
-from planner.model.problem import NoPlanError
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from planner.plan import Plan, plan_only
-from planner.recompute import choose_recomputation
-from planner.search.baselines import BASELINES
-from schedules.schedule import Schedule, Worker
-from schedules.tables.relabel import relabel
+from slipstream.planner.budget import Clock
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import Plan, plan_only
+from slipstream.planner.recompute import choose_recomputation
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.relabel import relabel
 
 LARGEST = 50_000
 """Compute ops of an iteration up to which there is time for comparisons."""

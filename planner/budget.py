@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from planner.progress import SearchProgress
+from slipstream.planner.progress import SearchProgress
 
 STEP_SECONDS = 2.5e-6
 """What a step takes on an idle core, about. One move of annealing is a step; all else is counted in as many moves as it

@@ -2,10 +2,10 @@
 
 import math
 
-from planner.model.bounds import lower_bound
-from planner.model.holdings import held_problem, in_place
-from planner.report import shared_ticks
-from schedules.schedule import Schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.holdings import held_problem, in_place
+from slipstream.planner.report import shared_ticks
+from slipstream.schedules.schedule import Schedule
 
 
 def proven_bound(schedule: Schedule) -> int:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from planner.job.file import Job
-from planner.job.layers import added
-from planner.job.shared_state import share
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import added
+from slipstream.planner.job.shared_state import share
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.schedules.schedule import Worker
 
 STANDS_FOR = 2
 """Ranks that a process stands for."""

@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.normalise import normal_form, slow_while_alive
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.progress import ProgressCallback, quiet
-from planner.search.compiled import ready
-from planner.tables.process_pool import PoolError, run_all
-from schedules.codec import decode, encode
-from schedules.costs import Room
-from schedules.layers import LayerRange
-from schedules.memory import memory_peaks, room
-from schedules.schedule import Schedule, Worker
-from schedules.tables.file import TableError
-from schedules.tables.pattern import dead_column
-from schedules.tables.relabel import relabel
-from schedules.tables.table import Table
-from schedules.timing import period_at
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normal_form, slow_while_alive
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.progress import ProgressCallback, quiet
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.tables.process_pool import PoolError, run_all
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.costs import Room
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.memory import memory_peaks, room
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.pattern import dead_column
+from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.table import Table
+from slipstream.schedules.timing import period_at
 
 AT_ONCE_SECONDS = 0.3
 """Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""

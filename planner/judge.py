@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.job.file import Job, JobError
-from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.model.problem import Problem, Unit
-from planner.model.start_times import timed
-from planner.plan import Plan
-from planner.search.compiled import ready
-from schedules.check import Violation, check
-from schedules.schedule import BackwardMode, OpKind, OptimizerMode
-from schedules.torchcsv import Action
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.start_times import timed
+from slipstream.planner.plan import Plan
+from slipstream.planner.search.compiled import ready
+from slipstream.schedules.check import Violation, check
+from slipstream.schedules.schedule import BackwardMode, OpKind, OptimizerMode
+from slipstream.schedules.torchcsv import Action
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -23,21 +23,28 @@ from itertools import islice
 
 import msgspec
 
-from planner.budget import Clock
-from planner.job.file import Job
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import Plan, Planned, plan_only, plan_with
-from planner.progress import ProgressCallback, quiet
-from planner.reference import FaultFree
-from planner.repetition import TooLargeError
-from planner.search.compiled import ready
-from schedules.check import check
-from schedules.schedule import Schedule, Worker
-from schedules.tables.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
-from schedules.tables.relabel import relabel
+from slipstream.planner.budget import Clock
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
+from slipstream.planner.progress import ProgressCallback, quiet
+from slipstream.planner.reference import FaultFree
+from slipstream.planner.repetition import TooLargeError
+from slipstream.planner.search.compiled import ready
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.pattern import (
+    Pattern,
+    dead_column,
+    pattern_of,
+    patterns,
+    pipeline_classes,
+    representative,
+)
+from slipstream.schedules.tables.relabel import relabel
 
 EXHAUSTIVE = 60
 """Up to so many patterns of a number of failures, all are planned."""

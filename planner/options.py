@@ -5,15 +5,15 @@ from typing import Literal, get_args
 
 import msgspec
 
-from planner.budget import STEP_SECONDS, Clock, StepClock
-from planner.job.file import Job
-from planner.model.from_job import build_problem
-from planner.model.problem import Problem
-from planner.params import DEFAULTS, SearchParams
-from planner.search.baselines import BASELINES
-from planner.search.engine import Method
-from schedules.layers import LayerRange
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from slipstream.planner.budget import STEP_SECONDS, Clock, StepClock
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.params import DEFAULTS, SearchParams
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.engine import Method
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 Layers = Literal["fixed", "move"]
 LAYERS: tuple[Layers, ...] = get_args(Layers)

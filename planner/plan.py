@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 import msgspec
 
-from planner.budget import Budget, Clock, End, Tally
-from planner.interrupt import interruptible
-from planner.job.file import Job, require_known
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.decompose import decompose
-from planner.model.problem import NoPlanError, Problem
-from planner.options import PlanOptions
-from planner.portfolio import any_layers_bound, proposed
-from planner.progress import ProgressCallback, SearchProgress, quiet
-from planner.reference import FaultFree, is_alike, reference_options
-from planner.repetition import Speed, TooLargeError, blocks_within, repeated
-from planner.search.baselines import BASELINES
-from planner.search.compiled import ready
-from planner.search.engine import Method, Solved, solve
-from schedules.check import check
-from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from slipstream.planner.budget import Budget, Clock, End, Tally
+from slipstream.planner.interrupt import interruptible
+from slipstream.planner.job.file import Job, require_known
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.portfolio import any_layers_bound, proposed
+from slipstream.planner.progress import ProgressCallback, SearchProgress, quiet
+from slipstream.planner.reference import FaultFree, is_alike, reference_options
+from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.engine import Method, Solved, solve
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 FAULT_FREE_SHARE = 0.15
 """Share of the time limit that the fault-free plan, needed for comparison, may take."""

@@ -10,23 +10,23 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.budget import Budget
-from planner.job.file import Job
-from planner.job.layers import LayerCosts, exact, layer_costs
-from planner.layout.bounds import period_bound
-from planner.layout.candidates import candidates
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout
-from planner.model.bounds import exact_bound
-from planner.model.from_job import layout_problem, problem_of_layout
-from planner.model.problem import Problem
-from planner.model.ticks import tick_of
-from planner.options import PlanOptions
-from planner.search.bound import divided
-from planner.search.incumbent import Incumbent
-from planner.search.proposals import Proposals
-from schedules.layers import layers_in
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
+from slipstream.planner.layout.bounds import period_bound
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import Layout
+from slipstream.planner.model.bounds import exact_bound
+from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.search.bound import divided
+from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.proposals import Proposals
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import Worker
 
 
 def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None) -> Proposals:

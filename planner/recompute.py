@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from planner.budget import Clock
-from planner.job.file import Job, JobError, LayerValues
-from planner.job.layers import added, layer_costs, layer_counts
-from planner.model.bounds import lower_bound
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.repetition import TooLargeError
+from slipstream.planner.budget import Clock
+from slipstream.planner.job.file import Job, JobError, LayerValues
+from slipstream.planner.job.layers import added, layer_costs, layer_counts
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.repetition import TooLargeError
 
 AUTO = "auto"
 SHARE = 0.2

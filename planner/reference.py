@@ -8,9 +8,9 @@ import hashlib
 
 import msgspec
 
-from planner.job.file import Job
-from planner.options import PlanOptions
-from schedules.schedule import Schedule
+from slipstream.planner.job.file import Job
+from slipstream.planner.options import PlanOptions
+from slipstream.schedules.schedule import Schedule
 
 VERSION = 2
 """Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one. Until

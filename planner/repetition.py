@@ -16,11 +16,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.budget import Clock
-from planner.job.file import Job, JobError
-from planner.search.compiled import load
-from schedules.check import check
-from schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Status, Worker, period_ticks, place
+from slipstream.planner.budget import Clock
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.search.compiled import load
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import (
+    COMPUTE_KINDS,
+    Program,
+    ProgramOp,
+    Schedule,
+    Seat,
+    Status,
+    Worker,
+    period_ticks,
+    place,
+)
 
 CERTAIN, QUICK = 50_000, 20_000
 """Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured.

@@ -2,13 +2,13 @@
 
 from fractions import Fraction
 
-from planner.job.file import Job
-from planner.layout.bounds import ticks_of_work
-from planner.plan import Plan
-from planner.recompute import Recomputation
-from planner.transition import BANDWIDTH, pays_after_iterations, transition
-from schedules.memory import memory_peaks
-from schedules.schedule import Schedule
+from slipstream.planner.job.file import Job
+from slipstream.planner.layout.bounds import ticks_of_work
+from slipstream.planner.plan import Plan
+from slipstream.planner.recompute import Recomputation
+from slipstream.planner.transition import BANDWIDTH, pays_after_iterations, transition
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.schedule import Schedule
 
 
 def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,

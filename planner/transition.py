@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import msgspec
 
-from planner.job.file import Job
-from planner.job.layers import layer_costs
-from planner.plan import Plan
-from schedules.schedule import Schedule, Worker
-from schedules.tables.moves import layers_lacked
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.plan import Plan
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.moves import layers_lacked
 
 BANDWIDTH = 12.5e9
 """Bytes a second that each rank of a worker sends or receives: a port of 100 Gb/s."""

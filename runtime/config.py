@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from runtime.config_errors import explain
+from slipstream.runtime.config_errors import explain
 
 DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]

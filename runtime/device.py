@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from runtime.config import ConfigError, DeviceName
+from slipstream.runtime.config import ConfigError, DeviceName
 
 
 def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:

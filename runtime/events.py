@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 FORMAT: Final = "slipstream.events"
 VERSION = 1

@@ -8,8 +8,8 @@ the nodes of a machine are neighbours, and each node has its share of the worker
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from runtime.replay.placement import PlacementError, assign_to_nodes
-from schedules.schedule import Grid, Worker
+from slipstream.runtime.replay.placement import PlacementError, assign_to_nodes
+from slipstream.schedules.schedule import Grid, Worker
 
 Domains = tuple[tuple[Worker, ...], ...]
 """The workers of each domain, ascending; each worker of the job once."""

@@ -17,32 +17,32 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.config import ConfigError, RunConfig
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog, both
-from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
-from runtime.coordinator.loss_file import LossFile, Progress, read_losses
-from runtime.coordinator.metrics import record_metrics
-from runtime.coordinator.run import Run
-from runtime.device import gpu_count
-from runtime.errors import CoordinatorFailedError, first_line
-from runtime.errors import RunError as RunError
-from runtime.events import LOSSES, Started
-from runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
-from runtime.model.checkpoints.parameters import load_layer
-from runtime.model.state.clipping import watches_gradients
-from runtime.model.state.layer_sizes import state_bytes
-from runtime.model.tensor_codec import TensorError
-from runtime.processes.fork_server import ForkServer, adopt
-from runtime.processes.found_workers import FoundWorker, find_workers
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
-from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import NodeSettings
-from runtime.protocol.authentication import HOW, Secret, new_secret
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import Setup
-from runtime.run_fit import Fit, prepare, setup_for
-from runtime.run_folder import (
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_log import EventLog, both
+from slipstream.runtime.coordinator.event_loop import EventLoop, NobodyLeftError
+from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
+from slipstream.runtime.coordinator.metrics import record_metrics
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.device import gpu_count
+from slipstream.runtime.errors import CoordinatorFailedError, first_line
+from slipstream.runtime.errors import RunError as RunError
+from slipstream.runtime.events import LOSSES, Started
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
+from slipstream.runtime.model.checkpoints.parameters import load_layer
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.layer_sizes import state_bytes
+from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.processes.fork_server import ForkServer, adopt
+from slipstream.runtime.processes.found_workers import FoundWorker, find_workers
+from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
+from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
+from slipstream.runtime.processes.worker_start import NodeSettings
+from slipstream.runtime.protocol.authentication import HOW, Secret, new_secret
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.run_fit import Fit, prepare, setup_for
+from slipstream.runtime.run_folder import (
     LeftBehind,
     claim,
     clean_up,
@@ -51,13 +51,13 @@ from runtime.run_folder import (
     left_behind,
     locked,
 )
-from runtime.run_options import Resilience as Resilience
-from runtime.run_options import RunOptions as RunOptions
-from runtime.run_result import RunResult as RunResult
-from runtime.run_result import result_of
-from schedules import codec
-from schedules.measured_trace import write_measured_trace
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.run_options import Resilience as Resilience
+from slipstream.runtime.run_options import RunOptions as RunOptions
+from slipstream.runtime.run_result import RunResult as RunResult
+from slipstream.runtime.run_result import result_of
+from slipstream.schedules import codec
+from slipstream.schedules.measured_trace import write_measured_trace
+from slipstream.schedules.schedule import Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
 """How long, and how often, it is tried to listen where workers look for a coordinator: while nobody listens there, the
@@ -215,8 +215,8 @@ class _Launch:
 
     def _export(self) -> None:
         """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
-        from runtime.model.checkpoints.hugging_face_export import export
-        from runtime.model.layers.hugging_face.configuration import folder_of, read_config
+        from slipstream.runtime.model.checkpoints.hugging_face_export import export
+        from slipstream.runtime.model.layers.hugging_face.configuration import folder_of, read_config
 
         model = self.config.model
         assert model.hugging_face is not None

@@ -15,26 +15,33 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from runtime.config import ConfigError, RunConfig
-from runtime.device import gpu_count
-from runtime.errors import RunError
-from runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
-from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
-from runtime.processes.process_manager import NodeProcesses
-from runtime.processes.start_limit import StartLimit, StartLimitError
-from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
-from runtime.protocol import to_node_agent
-from runtime.protocol.authentication import Secret
-from runtime.protocol.channel import Channel
-from runtime.protocol.coordinator_link import CoordinatorLink
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
-from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, RunEnded, StartWorker, ToNodeAgent
-from runtime.run_folder import CHECKPOINTS, clear_parameters, locked
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.device import gpu_count
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
+from slipstream.runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
+from slipstream.runtime.processes.process_manager import NodeProcesses
+from slipstream.runtime.processes.start_limit import StartLimit, StartLimitError
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
+from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
+from slipstream.runtime.protocol import to_node_agent
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.protocol.channel import Channel
+from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
+from slipstream.runtime.protocol.to_node_agent import (
+    KillWorker,
+    NodeSetup,
+    NodeTaken,
+    RunEnded,
+    StartWorker,
+    ToNodeAgent,
+)
+from slipstream.runtime.run_folder import CHECKPOINTS, clear_parameters, locked
+from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
 ASK_AGAIN_SECONDS = 0.5

@@ -6,28 +6,28 @@ from typing import Literal
 
 import torch
 
-from runtime.config import RunConfig
-from runtime.coordinator.metrics import Work
-from runtime.device import choose_device, gpu_count
-from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
-from runtime.model.computing.forms import forms
-from runtime.model.data.data import load_corpus, load_validation
-from runtime.model.layers.flops import counted
-from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from runtime.model.layers.worker_group import standing_in
-from runtime.model.ranks.degraded import require_degradable
-from runtime.model.state.holding import keeps_parts, trained_elements
-from runtime.model.state.parameter_groups import require_matches
-from runtime.model.state.parts import Elements
-from runtime.processes.launchers import GpuShare, gpu_share
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.setup import FormSpec, Setup
-from runtime.replay.dealt_samples import require_known_costs
-from runtime.replay.placement import Placement, PlacementError, place
-from runtime.replay.transport import Transport, choose_transport
-from runtime.run_options import Resilience, RunOptions
-from schedules.check import check
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.metrics import Work
+from slipstream.runtime.device import choose_device, gpu_count
+from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.data.data import load_corpus, load_validation
+from slipstream.runtime.model.layers.flops import counted
+from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.ranks.degraded import require_degradable
+from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
+from slipstream.runtime.model.state.parameter_groups import require_matches
+from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.processes.launchers import GpuShare, gpu_share
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import FormSpec, Setup
+from slipstream.runtime.replay.dealt_samples import require_known_costs
+from slipstream.runtime.replay.placement import Placement, PlacementError, place
+from slipstream.runtime.replay.transport import Transport, choose_transport
+from slipstream.runtime.run_options import Resilience, RunOptions
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Schedule, Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.config import RunConfig
-from runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
-from runtime.model.checkpoints.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
-from runtime.protocol.rendezvous import Rendezvous
-from schedules.files import write_atomically
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    Checkpoint,
+    difference,
+    drop_newer,
+    identity_of,
+    latest,
+    tidy,
+)
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
 _BEHIND = ".running.json"

@@ -4,21 +4,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.coordinator.event_log import Observer
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
-from runtime.coordinator.run import Notify
-from runtime.coordinator.settling import Settling
-from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.model.checkpoints.checkpoint import Checkpoint
-from runtime.processes.launchers import ALONE, LocalProcess
-from runtime.processes.process_manager import NodeFailure, Return
-from runtime.processes.stop_signals import GRACE_SECONDS
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from runtime.protocol.authentication import Secret
-from runtime.protocol.failure_injection import Injection, Slowdown
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.event_log import Observer
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
+from slipstream.runtime.coordinator.run import Notify
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
+from slipstream.runtime.processes.launchers import ALONE, LocalProcess
+from slipstream.runtime.processes.process_manager import NodeFailure, Return
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
+from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.schedules.schedule import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

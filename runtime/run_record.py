@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from runtime.events import (
+from slipstream.runtime.events import (
     EVENTS,
     FORMAT,
     LOSSES,
@@ -28,8 +28,8 @@ from runtime.events import (
     decode,
     decode_iteration,
 )
-from schedules.document import Header
-from schedules.files import read_at_most
+from slipstream.schedules.document import Header
+from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 2**28
 """Of each file: a million iterations take a third of this."""

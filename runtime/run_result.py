@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from runtime.coordinator.checkpoint_timer import CheckpointCost
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import EventLoop
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.model.state.digest import combined_digest
-from schedules.measured_trace import MeasuredTrace
-from schedules.schedule import Schedule
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointCost
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.model.state.digest import combined_digest
+from slipstream.schedules.measured_trace import MeasuredTrace
+from slipstream.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

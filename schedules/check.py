@@ -12,9 +12,9 @@ ops of the *different* groups.
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from schedules.rules import programs, times, workers
-from schedules.rules.case import Case, Violation
-from schedules.schedule import Schedule
+from slipstream.schedules.rules import programs, times, workers
+from slipstream.schedules.rules.case import Case, Violation
+from slipstream.schedules.schedule import Schedule
 
 __all__ = ["MAX_VIOLATIONS", "TIERS", "Violation", "check"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from schedules.document import DocumentError, DocumentKind
-from schedules.files import write_atomically
-from schedules.schedule import Grid, LayerRange, Memory, OpKind, ProgramOp, Schedule, Times, Worker
+from slipstream.schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Grid, LayerRange, Memory, OpKind, ProgramOp, Schedule, Times, Worker
 
 FORMAT = "slipstream.schedule"
 VERSION = 2

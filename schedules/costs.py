@@ -5,9 +5,9 @@ from functools import cached_property
 
 import msgspec
 
-from schedules.grid import Worker
-from schedules.layers import total, totals
-from schedules.ops import OpKind, Seat
+from slipstream.schedules.grid import Worker
+from slipstream.schedules.layers import total, totals
+from slipstream.schedules.ops import OpKind, Seat
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from schedules.files import read_at_most
+from slipstream.schedules.files import read_at_most
 
 T = TypeVar("T")
 

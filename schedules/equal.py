@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from schedules.graph import groups
-from schedules.memory import room
-from schedules.schedule import LayerRange, Program, Schedule
+from slipstream.schedules.graph import groups
+from slipstream.schedules.memory import room
+from slipstream.schedules.schedule import LayerRange, Program, Schedule
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
 """(speed, room for activations, layers held where they are not those of the column) of the worker of a role."""

@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
-from schedules.precedence import op_key, producers
-from schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, period_ticks
+from slipstream.schedules.precedence import op_key, producers
+from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, period_ticks
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

@@ -11,9 +11,9 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-from schedules.layers import layers_text
-from schedules.precedence import OpKey, Tensor, consumers, op_key, producers
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
+from slipstream.schedules.layers import layers_text
+from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 
 class Transfer(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from schedules.layers import LayerRange, joined_ranges
+from slipstream.schedules.layers import LayerRange, joined_ranges
 
 
 class Worker(NamedTuple):

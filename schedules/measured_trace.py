@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from schedules.document import DocumentError, DocumentKind
-from schedules.files import write_atomically
-from schedules.schedule import Op, OpKind, Worker
+from slipstream.schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Op, OpKind, Worker
 
 FORMAT = "slipstream.trace"
 VERSION = 1

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from schedules.layers import total
-from schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place
+from slipstream.schedules.layers import total
+from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from schedules.grid import Worker
-from schedules.layers import LayerRange
+from slipstream.schedules.grid import Worker
+from slipstream.schedules.layers import LayerRange
 
 Origin = Literal["own", "rerouted", "shed"]
 """Whose micro-batch a worker runs: one of its own pipeline, or of another whose own worker is down, or alive."""

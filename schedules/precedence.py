@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
-from schedules.schedule import Op, OpKind
+from slipstream.schedules.schedule import Op, OpKind
 
 Tensor = Literal["activation", "gradient"]
 OpKey = tuple[OpKind, int, int, int]

@@ -15,10 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from schedules.costs import Memory, Slow, Times
-from schedules.grid import Grid, VirtualStage, Worker
-from schedules.layers import LayerRange, layers_text
-from schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
+from slipstream.schedules.costs import Memory, Slow, Times
+from slipstream.schedules.grid import Grid, VirtualStage, Worker
+from slipstream.schedules.layers import LayerRange, layers_text
+from slipstream.schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
 
 __all__ = [
     "COMPUTE_KINDS",

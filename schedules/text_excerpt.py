@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from statistics import median_low
 
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 MAX_ROWS = 12
 MAX_COLUMNS = 96

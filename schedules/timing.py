@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schedules.graph import Collective, programs_of, topological_order
-from schedules.precedence import OpKey, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
+from slipstream.schedules.graph import Collective, programs_of, topological_order
+from slipstream.schedules.precedence import OpKey, op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 Floats = npt.NDArray[np.float64]
 

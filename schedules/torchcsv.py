@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from schedules.graph import Transfer, programs_of, transfers
-from schedules.layers import short
-from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.graph import Transfer, programs_of, transfers
+from slipstream.schedules.layers import short
+from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 MAX_BYTES = 64 * 2**20
 MEND = "export a plan with all workers alive, each with its own layers and micro-batches"

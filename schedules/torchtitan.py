@@ -7,8 +7,8 @@ it is told besides decides only how many stages a rank has, and whether they are
 
 from collections.abc import Iterator
 
-from schedules.schedule import Grid, Schedule
-from schedules.torchcsv import MEND, TorchCsvError
+from slipstream.schedules.schedule import Grid, Schedule
+from slipstream.schedules.torchcsv import MEND, TorchCsvError
 
 HEADS = {"0.3.0": "lm_head", "0.2.2": "output"}
 """The versions of torchtitan that flags can be written for, the newest first, with the name of its models' heads."""

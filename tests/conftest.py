@@ -52,7 +52,7 @@ def counted_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     But not in a test of the module that is marked `real_clock`.
     """
     if not request.node.get_closest_marker("real_clock"):
-        from planner.budget import StepClock  # here, as it loads the planner
-        from planner.options import PlanOptions
+        from slipstream.planner.budget import StepClock  # here, as it loads the planner
+        from slipstream.planner.options import PlanOptions
 
         monkeypatch.setattr(PlanOptions, "clock", lambda _: StepClock())

@@ -12,9 +12,9 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from schedules.layers import joined_ranges, total
-from schedules.memory import memory_peaks
-from schedules.schedule import (
+from slipstream.schedules.layers import joined_ranges, total
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.schedule import (
     Grid,
     LayerRange,
     Memory,

@@ -7,18 +7,18 @@ import networkx as nx
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.job.file import Job
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.from_job import build_problem
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.model.start_times import earliest, solution_period
-from planner.search.assignment import assign
-from planner.search.list_scheduler import DispatchRule, ListScheduler
-from schedules.graph import Collective, Node, arcs
-from schedules.measured_trace import MeasuredIteration, MeasuredOp
-from schedules.schedule import (
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import earliest, solution_period
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.schedules.graph import Collective, Node, arcs
+from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
+from slipstream.schedules.schedule import (
     Grid,
     Op,
     OpKind,

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from planner.job.file import Job, parse_job
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.schedules.schedule import Worker
 
 
 @st.composite

@@ -10,9 +10,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from schedules.layers import joined_ranges
-from schedules.precedence import op_key, producers
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, period_ticks
+from slipstream.schedules.layers import joined_ranges
+from slipstream.schedules.precedence import op_key, producers
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, period_ticks
 from tests.generate import Programs, programs, with_programs
 
 

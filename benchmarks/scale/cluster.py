@@ -21,11 +21,11 @@ import msgspec
 from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
 from benchmarks.scale.node_0 import MARKS
 from benchmarks.scale.shapes import grid_of, shares_of
-from runtime.protocol.rendezvous import LOOPBACK
-from runtime.protocol.to_coordinator import Ended, Known
-from runtime.protocol.to_worker import Acknowledged, Train
-from schedules.ops import Seat
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.rendezvous import LOOPBACK
+from slipstream.runtime.protocol.to_coordinator import Ended, Known
+from slipstream.runtime.protocol.to_worker import Acknowledged, Train
+from slipstream.schedules.ops import Seat
+from slipstream.schedules.schedule import Worker
 
 AT_ONCE = 1000
 """Connections that are being made at a time."""

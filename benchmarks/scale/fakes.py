@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET
-from runtime.protocol import to_node_agent, to_worker
-from runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, Answer
-from runtime.protocol.channel import Frames, frame
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.protocol import to_node_agent, to_worker
+from slipstream.runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, Answer
+from slipstream.runtime.protocol.channel import Frames, frame
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import (
     FetchUpToDate,
     Heartbeat,
     JoinNode,
@@ -24,10 +24,10 @@ from runtime.protocol.to_coordinator import (
     Started,
     Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
-from runtime.replay.recorder import OpTime
-from schedules.ops import OpKind
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.ops import OpKind
+from slipstream.schedules.schedule import Worker
 
 if TYPE_CHECKING:
     from benchmarks.scale.cluster import Cluster

@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET, first_schedule, job_of, shares_of
-from planner.failures import FailurePlanner
-from runtime.config import ModelConfig, RunConfig
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog, both
-from runtime.coordinator.event_loop import EventLoop
-from runtime.coordinator.loss_file import LossFile, read_losses
-from runtime.coordinator.metrics import Work, record_metrics
-from runtime.coordinator.run import Run
-from runtime.events import LOSSES, Event
-from runtime.failure_domains import find_domains
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
-from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
-from runtime.protocol.setup import FormSpec, Setup
-from runtime.replay.placement import Placement
-from runtime.run_folder import LeftBehind
-from schedules.schedule import Schedule
-from schedules.tables.table import Table
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.config import ModelConfig, RunConfig
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_log import EventLog, both
+from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
+from slipstream.runtime.coordinator.metrics import Work, record_metrics
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.events import LOSSES, Event
+from slipstream.runtime.failure_domains import find_domains
+from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
+from slipstream.runtime.processes.stop_signals import StopSignals
+from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
+from slipstream.runtime.protocol.setup import FormSpec, Setup
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.run_folder import LeftBehind
+from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.tables.table import Table
 
 MARKS = "marks.jsonl"
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from benchmarks.jobs import uniform_job
-from planner.job.file import Job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from runtime.failure_domains import shares_of_nodes
-from runtime.protocol.authentication import Secret
-from schedules import codec
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.runtime.failure_domains import shares_of_nodes
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import Schedule, Worker
 
 SECRET = Secret(b"of a run that trains nothing, 32 B")
 WORKERS_A_NODE = 8

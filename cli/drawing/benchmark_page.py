@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from cli.drawing.report_page import document, grid, swatch
-from cli.drawing.simulation_report import CAUSE_COLOURS
-from cli.drawing.svg_chart import bars, tornado
-from cli.fleet import (
+from slipstream.cli.drawing.report_page import document, grid, swatch
+from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS
+from slipstream.cli.drawing.svg_chart import bars, tornado
+from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
     VERSION,
     CaseResult,

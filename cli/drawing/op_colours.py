@@ -1,6 +1,6 @@
 """The name and colour of each kind of op, in the terminal, in pictures and in pages."""
 
-from schedules.schedule import OpKind
+from slipstream.schedules.schedule import OpKind
 
 # Okabe & Ito's palette (jfly.uni-koeln.de/color), made to be told apart by the colour-blind; black text reads on all.
 COLOURS = {OpKind.F: "#56b4e9", OpKind.I: "#e69f00", OpKind.W: "#009e73", OpKind.B: "#d55e00", OpKind.A: "#cc79a7",

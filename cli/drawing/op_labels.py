@@ -1,7 +1,7 @@
 """What is written on an op, in the terminal and in pictures."""
 
-from schedules.layers import short
-from schedules.schedule import Op, Schedule
+from slipstream.schedules.layers import short
+from slipstream.schedules.schedule import Op, Schedule
 
 
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:

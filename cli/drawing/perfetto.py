@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from schedules.layers import short
-from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from schedules.precedence import op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+from slipstream.schedules.layers import short
+from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cli.drawing.axis import nice_step
-from cli.drawing.svg_chart import nice_top
-from cli.shared.run_summary import clock, percent
-from runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
-from runtime.run_record import RunRecord, Stretch
+from slipstream.cli.drawing.axis import nice_step
+from slipstream.cli.drawing.svg_chart import nice_top
+from slipstream.cli.shared.run_summary import clock, percent
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
+from slipstream.runtime.run_record import RunRecord, Stretch
 
 MOST_POINTS = 2000
 """Of a chart; in longer runs a point is several iterations of one order."""

@@ -5,9 +5,9 @@ from html import escape
 
 import numpy as np
 
-from cli.drawing.report_page import document, grid, swatch
-from cli.drawing.svg_chart import Line, bars, steps
-from cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
+from slipstream.cli.drawing.report_page import document, grid, swatch
+from slipstream.cli.drawing.svg_chart import Line, bars, steps
+from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""

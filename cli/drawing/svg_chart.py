@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from cli.drawing.axis import nice_step
+from slipstream.cli.drawing.axis import nice_step
 
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from cli.drawing.axis import nice_step, time_marks
-from cli.drawing.op_colours import COLOURS, NAMES
-from cli.drawing.op_labels import op_labels
-from cli.shared.console import duration
-from schedules.layers import short
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.cli.drawing.axis import nice_step, time_marks
+from slipstream.cli.drawing.op_colours import COLOURS, NAMES
+from slipstream.cli.drawing.op_labels import op_labels
+from slipstream.cli.shared.console import duration
+from slipstream.schedules.layers import short
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
 """Height of a row, space between rows and between pipelines, in pixels."""

@@ -13,13 +13,13 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from cli.drawing.axis import nice_step, time_marks
-from cli.drawing.op_colours import COLOURS, NAMES
-from cli.drawing.op_labels import op_labels
-from schedules.equal import equal_pipelines
-from schedules.layers import short
-from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.cli.drawing.axis import nice_step, time_marks
+from slipstream.cli.drawing.op_colours import COLOURS, NAMES
+from slipstream.cli.drawing.op_labels import op_labels
+from slipstream.schedules.equal import equal_pipelines
+from slipstream.schedules.layers import short
+from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 FULL_ROWS = 32
 """Up to so many workers, every one has its row in a measured iteration: no two took exactly as long."""

@@ -20,8 +20,8 @@
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
 
-from cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
-from cli.fleet.benchmark import (
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
+from slipstream.cli.fleet.benchmark import (
     CASES,
     DOLLARS_PER_GPU_HOUR,
     VERSION,
@@ -38,17 +38,17 @@ from cli.fleet.benchmark import (
     returned,
     run_case,
 )
-from cli.fleet.costs import Costs, costs_for
-from cli.fleet.entry import GROUP, Entry, EntryError, Table, installed_policy, read_entry
-from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
-from cli.fleet.figures import FIGURES, Figure
-from cli.fleet.figures.figure import Series
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause, Policy
-from cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
-from cli.fleet.synthetic_trace import draw_slow, draw_trace
-from cli.fleet.throughput import Throughputs
-from cli.fleet.trace_file import TraceFileError, read_availability_trace
+from slipstream.cli.fleet.costs import Costs, costs_for
+from slipstream.cli.fleet.entry import GROUP, Entry, EntryError, Table, installed_policy, read_entry
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
+from slipstream.cli.fleet.figures import FIGURES, Figure
+from slipstream.cli.fleet.figures.figure import Series
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause, Policy
+from slipstream.cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
+from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 __all__ = [
     "CASES",

@@ -14,18 +14,18 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from cli.fleet.availability_trace import AvailabilityTrace, group_gpus
-from cli.fleet.costs import Costs, costs_for
-from cli.fleet.entry import Table, table_policy
-from cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
-from cli.fleet.figures import published
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause, Policy, Scenario
-from cli.fleet.simulation import simulate
-from cli.fleet.synthetic_trace import draw_slow, draw_trace
-from cli.fleet.throughput import Throughputs
-from planner.job.file import Job, StageTimes, read_job
-from planner.job.presets import preset
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
+from slipstream.cli.fleet.costs import Costs, costs_for
+from slipstream.cli.fleet.entry import Table, table_policy
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause, Policy, Scenario
+from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.job.file import Job, StageTimes, read_job
+from slipstream.planner.job.presets import preset
 
 VERSION = "1"
 """Of the set. Figures of different versions are not comparable."""

@@ -23,10 +23,10 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.loads import DownByStage
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
-from schedules.files import read_at_most
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.loads import DownByStage
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.schedules.files import read_at_most
 
 GROUP = "slipstream.policies"
 MAX_BYTES = 16 * 2**20

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from planner.job.file import Job
+from slipstream.planner.job.file import Job
 
 DownByStage = tuple[int, ...]
 """How many workers of each stage (column) are down."""

@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.costs import Costs
-from cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.costs import Costs
+from slipstream.cli.fleet.throughput import Throughputs
 
 
 class Cause(StrEnum):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 
 FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from planner.model.arrays import ProblemArrays
-from planner.model.bounds import lower_bound
-from planner.model.decompose import Piece, decompose
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.search.assignment import assign
-from planner.search.baselines import one_f_one_b
-from planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import Piece, decompose
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.baselines import one_f_one_b
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
 
 Pieces = Sequence[tuple[Piece, Solution]]
 """Each piece of a problem with its solution."""

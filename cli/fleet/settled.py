@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.job.file import Job
-from planner.job.layers import layer_costs
-from planner.layout.bounds import work_bound
-from planner.model.from_job import layout_problem
-from planner.model.problem import NoPlanError
-from planner.model.ticks import tick_of
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.transition import layers_received
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.layout.bounds import work_bound
+from slipstream.planner.model.from_job import layout_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.transition import layers_received
+from slipstream.schedules.schedule import Schedule, Worker
 
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""

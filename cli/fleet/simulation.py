@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cli.fleet.availability_trace import AvailabilityTrace
-from cli.fleet.costs import Costs
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
-from cli.fleet.throughput import Throughputs
-from planner.progress import CountCallback
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace
+from slipstream.cli.fleet.costs import Costs
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.progress import CountCallback
 
 Floats = npt.NDArray[np.float64]
 CAUSES = tuple(Cause)

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change, merged
-from cli.fleet.failure_models import FailureModel, Kind, SlowKind
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change, merged
+from slipstream.cli.fleet.failure_models import FailureModel, Kind, SlowKind
 
 MOST = 5e6
 """Failures in a trace, at most."""

@@ -17,24 +17,24 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cli.fleet.loads import DownByStage, Loads, spread_over_stages
-from cli.fleet.round_robin import Pieces, round_robin
-from cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
-from planner.budget import Budget
-from planner.job.file import Job
-from planner.model import assemble
-from planner.model.bounds import lower_bound
-from planner.model.decompose import decompose
-from planner.model.problem import Problem
-from planner.model.start_times import solution_period
-from planner.normalise import Windows, arrangements
-from planner.options import PlanOptions
-from planner.search.baselines import one_f_one_b
-from planner.search.compiled import ready
-from planner.search.engine import solve
-from schedules.schedule import BackwardMode, OptimizerMode
-from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
-from schedules.tables.table import Table
+from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
+from slipstream.cli.fleet.round_robin import Pieces, round_robin
+from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
+from slipstream.planner.budget import Budget
+from slipstream.planner.job.file import Job
+from slipstream.planner.model import assemble
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.normalise import Windows, arrangements
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.search.baselines import one_f_one_b
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.engine import solve
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode
+from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
+from slipstream.schedules.tables.table import Table
 
 Value = TypeVar("Value")
 

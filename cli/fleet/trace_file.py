@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change
-from cli.fleet.public_traces import ACME_FIELDS, acme_trace, spot_counts, straggler_trace
-from schedules.files import read_at_most
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.public_traces import ACME_FIELDS, acme_trace, spot_counts, straggler_trace
+from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 256 * 2**20
 PARQUET = b"PAR1"

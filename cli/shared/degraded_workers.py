@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 
-from planner.degraded import degradable, with_degraded
-from planner.failures import FailurePlanner
-from planner.job.file import Job
-from runtime.config import RunConfig
-from runtime.coordinator.planning import Finders, WithDegraded
-from schedules.schedule import Schedule, Worker
-from schedules.tables.table import Table
+from slipstream.planner.degraded import degradable, with_degraded
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.file import Job
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.planning import Finders, WithDegraded
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.table import Table
 
 
 def may_degrade(job: Job, config: RunConfig, say: Callable[[str], None]) -> frozenset[int]:

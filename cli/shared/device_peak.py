@@ -2,9 +2,9 @@
 
 import re
 
-from planner.job.estimate import GPUS
-from runtime.config import TrainingConfig
-from runtime.device import choose_device, gpu_name
+from slipstream.planner.job.estimate import GPUS
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.device import choose_device, gpu_name
 
 _NAMES = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
 """What the driver calls them. Other forms, such as H100 PCIe and NVL, have other peaks."""

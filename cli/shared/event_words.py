@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from cli.shared.console import duration
-from runtime.events import (
+from slipstream.cli.shared.console import duration
+from slipstream.runtime.events import (
     CheckpointWritten,
     CoordinatorRestarted,
     Failed,
@@ -28,7 +28,7 @@ from runtime.events import (
     Started,
     WentBack,
 )
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 Group = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "other"]
 """What a mark on the page looks like."""

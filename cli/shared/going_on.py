@@ -8,16 +8,22 @@ from pathlib import Path
 import typer
 from torch import Tensor
 
-from cli.shared.console import err, print_json
-from cli.shared.train_inputs import checkpoint_or_refuse, find_checkpoint
-from runtime.config import RunConfig
-from runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
-from runtime.model.checkpoints.parameters import layer_path, load_layer
-from runtime.model.state.digest import combined_digest, tensor_digest
-from runtime.model.tensor_codec import TensorError
-from runtime.run_folder import CHECKPOINTS, iterations_done, left_behind, locked, require_free, saved
-from schedules.codec import read
-from schedules.document import DocumentError
+from slipstream.cli.shared.console import err, print_json
+from slipstream.cli.shared.train_inputs import checkpoint_or_refuse, find_checkpoint
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    identity_of,
+    latest,
+    open_checkpoint,
+)
+from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer
+from slipstream.runtime.model.state.digest import combined_digest, tensor_digest
+from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.run_folder import CHECKPOINTS, iterations_done, left_behind, locked, require_free, saved
+from slipstream.schedules.codec import read
+from slipstream.schedules.document import DocumentError
 
 
 def how_to_resume(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:

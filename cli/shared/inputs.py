@@ -5,12 +5,12 @@ import os
 import tempfile
 from pathlib import Path
 
-from cli.shared.console import near, refuse
-from planner.job.file import Job, JobError, read_job
-from planner.job.topology import workers_of_nodes
-from schedules.codec import ScheduleError, read
-from schedules.files import read_at_most, write_atomically
-from schedules.schedule import Schedule, Worker
+from slipstream.cli.shared.console import near, refuse
+from slipstream.planner.job.file import Job, JobError, read_job
+from slipstream.planner.job.topology import workers_of_nodes
+from slipstream.schedules.codec import ScheduleError, read
+from slipstream.schedules.files import read_at_most, write_atomically
+from slipstream.schedules.schedule import Schedule, Worker
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:

@@ -2,13 +2,13 @@
 
 from msgspec.structs import replace
 
-from cli.shared.console import refuse
-from planner.job.file import Job
-from runtime.failure_domains import find_domains, shares_of_nodes
-from runtime.processes.launchers import Launched, launched, of_ranks
-from runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
-from runtime.protocol.rendezvous import Rendezvous
-from schedules.schedule import Schedule
+from slipstream.cli.shared.console import refuse
+from slipstream.planner.job.file import Job
+from slipstream.runtime.failure_domains import find_domains, shares_of_nodes
+from slipstream.runtime.processes.launchers import Launched, launched, of_ranks
+from slipstream.runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.schedules.schedule import Schedule
 
 
 def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> Launched | None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cli.shared.console import completing
+from slipstream.cli.shared.console import completing
 
 PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""

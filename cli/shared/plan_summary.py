@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from cli.shared.console import duration
-from cli.shared.role_changes import role_change_lines
-from cli.shared.schedule_summary import bubble_share, busy_shares
-from planner.alternatives import MORE_MEMORY, Alternative
-from planner.job.file import Job
-from planner.plan import Plan
-from planner.recompute import Recomputation
-from planner.reference import FaultFree
-from planner.transition import Transition, pays_after_iterations
-from schedules.layers import joined_ranges, short
+from slipstream.cli.shared.console import duration
+from slipstream.cli.shared.role_changes import role_change_lines
+from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares
+from slipstream.planner.alternatives import MORE_MEMORY, Alternative
+from slipstream.planner.job.file import Job
+from slipstream.planner.plan import Plan
+from slipstream.planner.recompute import Recomputation
+from slipstream.planner.reference import FaultFree
+from slipstream.planner.transition import Transition, pays_after_iterations
+from slipstream.schedules.layers import joined_ranges, short
 
 NARROW = 0.01
 """A range of throughput that needs no explanation."""

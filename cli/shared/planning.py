@@ -6,21 +6,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from cli.shared.console import answer_no, err, refuse
-from cli.shared.inputs import require_choice
-from cli.shared.reference_cache import keep_reference, known_reference
-from planner.budget import Clock
-from planner.job.file import Job, JobError
-from planner.model.problem import NoPlanError
-from planner.normalise import normalised
-from planner.options import Layers, PlanOptions
-from planner.params import DEFAULTS, ParamsError, read_params
-from planner.plan import Plan, plan_with
-from planner.progress import ProgressCallback
-from planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
-from planner.search.compiled import ready
-from planner.search.engine import METHODS, Method
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from slipstream.cli.shared.console import answer_no, err, refuse
+from slipstream.cli.shared.inputs import require_choice
+from slipstream.cli.shared.reference_cache import keep_reference, known_reference
+from slipstream.planner.budget import Clock
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normalised
+from slipstream.planner.options import Layers, PlanOptions
+from slipstream.planner.params import DEFAULTS, ParamsError, read_params
+from slipstream.planner.plan import Plan, plan_with
+from slipstream.planner.progress import ProgressCallback
+from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.engine import METHODS, Method
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 
 def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,

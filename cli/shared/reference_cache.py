@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.reference import FaultFree, reference_key
-from schedules.files import read_at_most, write_atomically
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.reference import FaultFree, reference_key
+from slipstream.schedules.files import read_at_most, write_atomically
 
 MAX_BYTES = 4096
 _REFERENCE = msgspec.json.Decoder(FaultFree)

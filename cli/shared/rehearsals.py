@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from cli.shared.console import refuse
-from cli.shared.inputs import parse_workers
-from planner.job.file import Job, JobError
-from planner.job.topology import workers_of_nodes
-from runtime.processes.process_manager import NodeFailure, Return
-from runtime.protocol.failure_injection import Injection, Slowdown
-from schedules.schedule import Worker
+from slipstream.cli.shared.console import refuse
+from slipstream.cli.shared.inputs import parse_workers
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.job.topology import workers_of_nodes
+from slipstream.runtime.processes.process_manager import NodeFailure, Return
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.schedules.schedule import Worker
 
 KILL_BEFORE_OP = 2
 """--kill kills a worker before the op of its program with this index: in the middle of the iteration."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from cli.shared.console import err
-from cli.shared.run_summary import clock
-from runtime.events import (
+from slipstream.cli.shared.console import err
+from slipstream.cli.shared.run_summary import clock
+from slipstream.runtime.events import (
     Event,
     FetchAbandoned,
     FetchBegun,

@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cli.shared.console import duration, printable
-from cli.shared.event_words import group, sentence
-from runtime.events import EVENTS, SCHEDULES, Failed, Resumed
-from runtime.run_record import Happened, RunRecord, Stretch
+from slipstream.cli.shared.console import duration, printable
+from slipstream.cli.shared.event_words import group, sentence
+from slipstream.runtime.events import EVENTS, SCHEDULES, Failed, Resumed
+from slipstream.runtime.run_record import Happened, RunRecord, Stretch
 
 MOST_LINES = 60
 """Orders and events in a terminal, the last ones of each."""

@@ -1,9 +1,9 @@
 """A schedule summarised: as numbers for JSON, and as one line."""
 
-from cli.shared.console import duration
-from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from schedules.memory import memory_peaks
-from schedules.schedule import Schedule, Worker, period_ticks
+from slipstream.cli.shared.console import duration
+from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.schedule import Schedule, Worker, period_ticks
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:

@@ -2,8 +2,8 @@
 
 import math
 
-from cli.shared.console import duration
-from runtime.launch import RunResult
+from slipstream.cli.shared.console import duration
+from slipstream.runtime.launch import RunResult
 
 
 def report(result: RunResult) -> dict[str, object]:

@@ -4,21 +4,27 @@ from pathlib import Path
 
 import torch
 
-from cli.shared.console import refuse
-from cli.shared.inputs import is_there
-from planner.job.file import Job
-from planner.model.from_job import grid_of
-from runtime.config import RunConfig
-from runtime.device import choose_device
-from runtime.model.checkpoints.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
-from runtime.model.data.data import load_corpus, load_validation
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.layers.worker_group import standing_in
-from runtime.replay.placement import place
-from schedules.schedule import Grid, Schedule, Worker
-from schedules.tables.file import TableError
-from schedules.tables.spread import Nodes
-from schedules.tables.table import Table
+from slipstream.cli.shared.console import refuse
+from slipstream.cli.shared.inputs import is_there
+from slipstream.planner.job.file import Job
+from slipstream.planner.model.from_job import grid_of
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    latest,
+    open_checkpoint,
+)
+from slipstream.runtime.model.data.data import load_corpus, load_validation
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.replay.placement import place
+from slipstream.schedules.schedule import Grid, Schedule, Worker
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.spread import Nodes
+from slipstream.schedules.tables.table import Table
 
 
 def require_fit(path: Path, grid: Grid, job: Job) -> None:

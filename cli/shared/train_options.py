@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cli.shared.console import completing
-from cli.shared.options import PLANNED
-from planner.options import LAYERS
+from slipstream.cli.shared.console import completing
+from slipstream.cli.shared.options import PLANNED
+from slipstream.planner.options import LAYERS
 
 MAX_ITERATIONS = 2**40
 MODEL, FILES, CLUSTER = "What is trained", "Files", "Several machines"

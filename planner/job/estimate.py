@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planner.job.shared_state import share
-from planner.job.writer import rounded
+from slipstream.planner.job.shared_state import share
+from slipstream.planner.job.writer import rounded
 
 BYTES_HELD = 18
 """For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""

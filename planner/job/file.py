@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from planner.job.megatron import layout_counts
-from planner.job.toml_table import JobError as JobError
-from planner.job.toml_table import TomlTable, count, number, shortened
-from planner.job.topology import Nodes, read_nodes, require_in_grid
-from schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
-from schedules.files import read_at_most
-from schedules.schedule import Worker
+from slipstream.planner.job.megatron import layout_counts
+from slipstream.planner.job.toml_table import JobError as JobError
+from slipstream.planner.job.toml_table import TomlTable, count, number, shortened
+from slipstream.planner.job.topology import Nodes, read_nodes, require_in_grid
+from slipstream.schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
+from slipstream.schedules.files import read_at_most
+from slipstream.schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
 MAX_RANKS = 1024

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import msgspec
 
-from planner.job.file import Job, JobError
+from slipstream.planner.job.file import Job, JobError
 
 
 class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.job.toml_table import JobError, shortened
-from schedules.codec import MAX_WORKERS
+from slipstream.planner.job.toml_table import JobError, shortened
+from slipstream.schedules.codec import MAX_WORKERS
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")
 _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")

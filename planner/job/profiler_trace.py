@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planner.job.writer import rounded
-from schedules.schedule import OpKind
+from slipstream.planner.job.writer import rounded
+from slipstream.schedules.schedule import OpKind
 
 MAX_BYTES = 2**30
 PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"

@@ -10,9 +10,9 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from planner.job.file import Job
-from planner.job.layers import added, exact
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import added, exact
+from slipstream.schedules.schedule import Worker
 
 COPIES = 2
 """Of each part: the owner's and its buddy's."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.job.profiler_trace import ProfilerTraceError
+from slipstream.planner.job.profiler_trace import ProfilerTraceError
 
 SUFFIX = ".parquet"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "duration", "mb_id", "mc")

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from planner.job.toml_table import JobError, TomlTable, count, shortened
-from schedules.schedule import Worker
+from slipstream.planner.job.toml_table import JobError, TomlTable, count, shortened
+from slipstream.schedules.schedule import Worker
 
 Nodes = tuple[tuple[Worker, ...], ...]
 """The workers of each node, ascending; each worker of the job once."""

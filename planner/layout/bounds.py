@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from planner.layout.parts import parts_of
-from planner.layout.problem import LayoutProblem
-from schedules.schedule import Worker
+from slipstream.planner.layout.parts import parts_of
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.schedules.schedule import Worker
 
 Unavailable = Callable[[Worker], int]
 """Ticks of every period in which a worker runs no F, I or W, if it runs any."""

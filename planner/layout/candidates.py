@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from planner.budget import Budget
-from planner.layout.cuts import lines_of, one_cut
-from planner.layout.division import Divider
-from planner.layout.fixed import fixed_layout
-from planner.layout.groups import UNDIVIDED, by_groups, groups_of
-from planner.layout.problem import LayoutProblem
-from planner.layout.routes import layout_of
-from planner.layout.types import Layout, Route, Stop
-from schedules.layers import layers_in
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.cuts import lines_of, one_cut
+from slipstream.planner.layout.division import Divider
+from slipstream.planner.layout.fixed import fixed_layout
+from slipstream.planner.layout.groups import UNDIVIDED, by_groups, groups_of
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.routes import layout_of
+from slipstream.planner.layout.types import Layout, Route, Stop
+from slipstream.schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
 """Micro-batches times stages up to which layouts are made that are not divided into groups."""
@@ -133,7 +133,7 @@ def _require_layers(problem: LayoutProblem) -> None:
 
 def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layout | None:
     """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
-    from planner.layout.cpsat import improved  # the solver takes a third of a second to load
+    from slipstream.planner.layout.cpsat import improved  # the solver takes a third of a second to load
 
     lines = lines_of(problem)
     known = Divider(problem, lines).least()

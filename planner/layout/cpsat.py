@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from planner.layout.division import Divider, Division, Piece
-from planner.layout.lines import Chunk, Line, fill_idle
-from planner.layout.problem import LayoutProblem
+from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
+from slipstream.planner.layout.division import Divider, Division, Piece
+from slipstream.planner.layout.lines import Chunk, Line, fill_idle
+from slipstream.planner.layout.problem import LayoutProblem
 
 LARGEST_MODEL = 60_000
 """Ranges that all positions together may choose from; larger models find nothing in seconds."""

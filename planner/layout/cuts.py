@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.layout.fixed import fixed_layout
-from planner.layout.lines import Line, cut
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.layout.fixed import fixed_layout
+from slipstream.planner.layout.lines import Line, cut
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import Layout
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 
 def lines_of(problem: LayoutProblem) -> list[Line]:

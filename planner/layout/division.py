@@ -20,11 +20,11 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from planner.layout.bounds import ticks_of_work, work_bound
-from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle, least_limit
-from planner.layout.problem import LayoutProblem
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.layout.bounds import ticks_of_work, work_bound
+from slipstream.planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle, least_limit
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 LEAST_SHARE = Fraction(1, 4)
 """Of a stage, which a worker takes of a micro-batch that is spread separately: shorter slices wait longer than they

@@ -8,13 +8,13 @@ for one, and the rest in slices, as in `planner.layout.division`.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from planner.layout.lines import least_limit
-from planner.layout.parts import Part, parts_of
-from planner.layout.problem import LayoutProblem
-from planner.layout.routes import stops_of
-from planner.layout.types import Layout, MicroBatch
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.layout.lines import least_limit
+from slipstream.planner.layout.parts import Part, parts_of
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.routes import stops_of
+from slipstream.planner.layout.types import Layout, MicroBatch
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: LayoutProblem, *, sliced: bool = True, within: float = 0.0) -> Layout:

@@ -9,11 +9,11 @@ from fractions import Fraction
 
 import msgspec
 
-from planner.layout.cuts import lines_of
-from planner.layout.division import Divider
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout, MicroBatch, Stop
-from schedules.schedule import Worker
+from slipstream.planner.layout.cuts import lines_of
+from slipstream.planner.layout.division import Divider
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import Layout, MicroBatch, Stop
+from slipstream.schedules.schedule import Worker
 
 UNDIVIDED = 8
 """Pipelines up to which all are one group."""

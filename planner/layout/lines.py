@@ -8,8 +8,8 @@ some micro-batches are cut before it, others after it.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from planner.layout.problem import LayoutProblem
-from schedules.schedule import Worker
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Chunk = dict[int, int]

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.layout.problem import LayoutProblem
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 
 class Part(NamedTuple):

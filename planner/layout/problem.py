@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from planner.layout.types import Held, LiveWorker, MicroBatch, Stop
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch, Stop
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 LayersMode = Literal["fixed", "move"]
 

@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from planner.layout.division import Division
-from planner.layout.lines import Line
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import Layout, MicroBatch, Route, Stop
-from schedules.layers import LayerRange, joined_ranges
-from schedules.schedule import Worker
+from slipstream.planner.layout.division import Division
+from slipstream.planner.layout.lines import Line
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import Layout, MicroBatch, Route, Stop
+from slipstream.schedules.layers import LayerRange, joined_ranges
+from slipstream.schedules.schedule import Worker
 
 GOLDEN = 0.6180339887498949
 """The fractional parts of its multiples fill [0, 1) evenly from the first few on."""

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 Held = tuple[LayerRange, ...]
 """What a worker holds: ascending ranges that do not touch."""

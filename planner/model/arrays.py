@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model.problem import Problem, Unit
-from planner.model.solution import Solution
-from schedules.precedence import RULES, OpKey
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.solution import Solution
+from slipstream.schedules.precedence import RULES, OpKey
+from slipstream.schedules.schedule import OpKind, Worker
 
 Ints = NDArray[np.int64]
 

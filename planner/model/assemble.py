@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from planner.layout.types import MicroBatch
-from planner.model import start_times
-from planner.model.arrays import Ints, ProblemArrays
-from planner.model.decompose import NOBODY, Piece, undivided
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
+from slipstream.planner.layout.types import MicroBatch
+from slipstream.planner.model import start_times
+from slipstream.planner.model.arrays import Ints, ProblemArrays
+from slipstream.planner.model.decompose import NOBODY, Piece, undivided
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 

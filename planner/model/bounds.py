@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.model.drain import Room, most_left
-from planner.model.problem import Problem
-from planner.model.shared_bounds import Named, shared_bounds
-from schedules.schedule import OpKind
+from slipstream.planner.model.drain import Room, most_left
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.shared_bounds import Named, shared_bounds
+from slipstream.schedules.schedule import OpKind
 
 
 def lower_bound(problem: Problem) -> int:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.layout.types import MicroBatch
-from planner.model.problem import Leg, Problem
-from planner.model.unions import joined
-from schedules.schedule import Worker
-from schedules.tables.pattern import Columns, columns_by_pipeline
+from slipstream.planner.layout.types import MicroBatch
+from slipstream.planner.model.problem import Leg, Problem
+from slipstream.planner.model.unions import joined
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more healthy pipelines than it needs."""

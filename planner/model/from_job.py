@@ -5,16 +5,16 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from planner.job.file import Job
-from planner.job.layers import layer_costs
-from planner.job.shared_state import with_shared_state
-from planner.layout.problem import LayersMode, LayoutProblem
-from planner.layout.types import Held, Layout
-from planner.model.holdings import held_problem, in_place, live_workers, reductions_of
-from planner.model.problem import Leg, NoPlanError, Problem
-from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
-from schedules.layers import LayerRange
-from schedules.schedule import BackwardMode, Grid, OptimizerMode, VirtualStage, Worker
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.shared_state import with_shared_state
+from slipstream.planner.layout.problem import LayersMode, LayoutProblem
+from slipstream.planner.layout.types import Held, Layout
+from slipstream.planner.model.holdings import held_problem, in_place, live_workers, reductions_of
+from slipstream.planner.model.problem import Leg, NoPlanError, Problem
+from slipstream.planner.model.ticks import memory_in_units, tick_of, times_in_ticks
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, VirtualStage, Worker
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",

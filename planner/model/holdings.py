@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from planner.layout.types import UNLIMITED, Held, LiveWorker
-from planner.model.problem import Problem
-from schedules.layers import LayerRange, total
-from schedules.schedule import Grid, Memory, Times, Worker
+from slipstream.planner.layout.types import UNLIMITED, Held, LiveWorker
+from slipstream.planner.model.problem import Problem
+from slipstream.schedules.layers import LayerRange, total
+from slipstream.schedules.schedule import Grid, Memory, Times, Worker
 
 Reduction = tuple[LayerRange, tuple[int, ...]]
 

@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.model.problem import Leg, Problem, Unit
-from planner.model.whole_lines import WholeLine, whole_lines
-from schedules.schedule import Worker
+from slipstream.planner.model.problem import Leg, Problem, Unit
+from slipstream.planner.model.whole_lines import WholeLine, whole_lines
+from slipstream.schedules.schedule import Worker
 
 Place = tuple[int, Worker]
 """A worker of a piece."""

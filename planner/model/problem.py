@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from planner.layout.types import Held, LiveWorker, MicroBatch
-from planner.model.unions import joined
-from schedules.errors import NoScheduleError
-from schedules.layers import LayerRange, total
-from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
+from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch
+from slipstream.planner.model.unions import joined
+from slipstream.schedules.errors import NoScheduleError
+from slipstream.schedules.layers import LayerRange, total
+from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
 
 
 class NoPlanError(NoScheduleError):

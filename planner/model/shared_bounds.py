@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from planner.layout.bounds import ticks_of_work
-from planner.model.drain import Room, most_left
-from planner.model.problem import Problem
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.layout.bounds import ticks_of_work
+from slipstream.planner.model.drain import Room, most_left
+from slipstream.planner.model.problem import Problem
+from slipstream.schedules.schedule import OpKind, Worker
 
 Named = tuple[Fraction, str]
 """A bound in ticks, and in words what it counts."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from planner.model.problem import Unit
-from schedules.precedence import OpKey
-from schedules.schedule import Worker
+from slipstream.planner.model.problem import Unit
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import Worker
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):

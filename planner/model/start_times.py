@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.problem import Problem
-from planner.model.solution import Solution
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
 
 NEVER = -2**60
 """Before all ticks."""
@@ -36,7 +36,7 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
 
 
 def _kernel() -> Any:
-    from planner.search.kernel import start_times  # numba takes a third of a second to load
+    from slipstream.planner.search.kernel import start_times  # numba takes a third of a second to load
 
     return start_times
 

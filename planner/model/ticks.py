@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import msgspec
 
-from planner.job.file import Job
-from planner.job.layers import LayerCosts, exact
-from schedules.costs import Room
-from schedules.layers import LayerRange
-from schedules.schedule import Grid, Memory, Slow, Times
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import LayerCosts, exact
+from slipstream.schedules.costs import Room
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Grid, Memory, Slow, Times
 
 FINEST = 10**6
 """The longest op has at most this many ticks; finer times are rounded to it."""

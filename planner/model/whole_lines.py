@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from planner.layout.types import MicroBatch
-from planner.model.bounds import Fill, can_fill
-from planner.model.problem import Leg, Problem
-from schedules.schedule import Worker
+from slipstream.planner.layout.types import MicroBatch
+from slipstream.planner.model.bounds import Fill, can_fill
+from slipstream.planner.model.problem import Leg, Problem
+from slipstream.schedules.schedule import Worker
 
 Route = tuple[Leg, ...]
 

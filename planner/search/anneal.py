@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from planner.budget import Budget
-from planner.model.start_times import solution_period
-from planner.params import DEFAULTS, AnnealingParams
-from planner.search.incumbent import AnnealingEffort, Incumbent
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS, AnnealingParams
+from slipstream.planner.search.incumbent import AnnealingEffort, Incumbent
 
 if TYPE_CHECKING:
-    from planner.search.annealing.pieces import Annealed
+    from slipstream.planner.search.annealing.pieces import Annealed
 
 
 def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
@@ -19,7 +19,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
     begin = params.begin_seconds * known.operations
     if budget.end(known.period, known.bound, begin):
         return known
-    from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
+    from slipstream.planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 
     problems, best = [piece.problem for piece in known.pieces], known
 

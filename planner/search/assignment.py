@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from planner.model.bounds import lower_bound, window_bound
-from planner.model.problem import Problem, Unit
-from schedules.schedule import Worker
+from slipstream.planner.model.bounds import lower_bound, window_bound
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.schedules.schedule import Worker
 
 AssignmentRule = Literal["least-loaded", "spread", "round-robin", "by-speed"]
 ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)

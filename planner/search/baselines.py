@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from planner.model.arrays import ProblemArrays
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.search.assignment import assign
-from planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
 
 
 def one_f_one_b(problem: Problem) -> Solution:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from planner.model.decompose import decompose
-from planner.model.problem import Problem
-from planner.search.incumbent import Incumbent
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.search.incumbent import Incumbent
 
 FEW = 2
 """Micro-batches for each stage below which one more of them on a worker delays all of its pipeline's others."""

@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.progress import ProgressCallback, quiet
+from slipstream.planner.progress import ProgressCallback, quiet
 
-ENTRIES = ("planner.search.kernel.list_scheduler.list_order", "planner.search.kernel.annealing.loop.anneal")
+ENTRIES = ("slipstream.planner.search.kernel.list_scheduler.list_order", "slipstream.planner.search.kernel.annealing.loop.anneal")
 """A compiled function in each folder of the kernel. With these, all others are compiled."""
 SOURCES = ("search/kernel/**/*.py", "model/arrays.py")
 """What the machine code is made of, within the planner's folder."""
@@ -119,12 +119,12 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _use_once() -> None:
     """Plan the smallest job: numba compiles a function when it is first called."""
-    from planner.job.file import parse_job
-    from planner.model.arrays import ProblemArrays
-    from planner.model.from_job import build_problem
-    from planner.search.annealing.chain import AnnealingChain
-    from planner.search.assignment import assign
-    from planner.search.list_scheduler import DispatchRule, ListScheduler
+    from slipstream.planner.job.file import parse_job
+    from slipstream.planner.model.arrays import ProblemArrays
+    from slipstream.planner.model.from_job import build_problem
+    from slipstream.planner.search.annealing.chain import AnnealingChain
+    from slipstream.planner.search.assignment import assign
+    from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
 
     problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))

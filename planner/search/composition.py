@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.start_times import NEVER, earliest, late_ends, latest, reduced
-from planner.model.unions import joined
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.start_times import NEVER, earliest, late_ends, latest, reduced
+from slipstream.planner.model.unions import joined
 
 SHIFTS = (-64, -32, -16, -8, 8, 16, 32, 64)
 """By how much a set is shifted at once, in 64ths of a mean op and its transfer."""

@@ -7,10 +7,10 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from planner.model.bounds import whole_fill
-from planner.model.problem import Problem
-from planner.search.assignment import ASSIGNMENT_RULES
-from planner.search.list_scheduler import (
+from slipstream.planner.model.bounds import whole_fill
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES
+from slipstream.planner.search.list_scheduler import (
     DispatchRule,
     ForwardOrder,
     Places,

@@ -15,22 +15,22 @@ from typing import Literal, get_args
 
 import msgspec
 
-from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
-from planner.model.bounds import lower_bound
-from planner.model.decompose import Piece, decompose, undivided
-from planner.model.layout_bound import LayoutBound, can_bound
-from planner.model.problem import NoPlanError, Problem
-from planner.model.solution import Solution
-from planner.params import DEFAULTS, SearchParams
-from planner.search.anneal import anneal
-from planner.search.baselines import BASELINES
-from planner.search.compiled import ready
-from planner.search.evidence import evidence
-from planner.search.incumbent import Incumbent
-from planner.search.list_scheduler import StuckError
-from planner.search.list_schedules import list_schedules, on_one_clock
-from planner.search.proposals import Proposals
-from planner.search.prove import provable, prove
+from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import Piece, decompose, undivided
+from slipstream.planner.model.layout_bound import LayoutBound, can_bound
+from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.params import DEFAULTS, SearchParams
+from slipstream.planner.search.anneal import anneal
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.evidence import evidence
+from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
+from slipstream.planner.search.proposals import Proposals
+from slipstream.planner.search.prove import provable, prove
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -1,7 +1,7 @@
 """Where the period is above the bound: whether more time is likely to help."""
 
-from planner.budget import Clock
-from planner.search.incumbent import Incumbent
+from slipstream.planner.budget import Clock
+from slipstream.planner.search.incumbent import Incumbent
 
 STALE = 0.5
 """Share of annealing without a better plan from which on more of it hardly helps."""

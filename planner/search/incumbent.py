@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.model import assemble
-from planner.model.decompose import Piece
-from planner.model.problem import Problem
-from planner.model.solution import Solution
+from slipstream.planner.model import assemble
+from slipstream.planner.model.decompose import Piece
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
 
 
 class AnnealingEffort(msgspec.Struct, frozen=True):

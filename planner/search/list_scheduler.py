@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.layout.types import UNLIMITED
-from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.model.start_times import timed
-from planner.search.set_aside import set_aside
-from schedules.schedule import OpKind
+from slipstream.planner.layout.types import UNLIMITED
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import timed
+from slipstream.planner.search.set_aside import set_aside
+from slipstream.schedules.schedule import OpKind
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
@@ -103,7 +103,7 @@ class ListScheduler:
     """Makes list schedules of a problem with an assignment."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
-        from planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
+        from slipstream.planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
 
         self.arrays = arrays
         problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays)

@@ -4,18 +4,18 @@ import contextlib
 
 import msgspec
 
-from planner.budget import Budget
-from planner.model import assemble
-from planner.model.decompose import joined_pieces
-from planner.model.problem import Unit
-from planner.model.solution import Solution
-from planner.model.start_times import solution_period
-from planner.params import DEFAULTS, ListParams
-from planner.search.incumbent import Incumbent
-from planner.search.list_scheduler import StuckError
-from planner.search.list_search import search
-from schedules.precedence import OpKey
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.model import assemble
+from slipstream.planner.model.decompose import joined_pieces
+from slipstream.planner.model.problem import Unit
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS, ListParams
+from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.planner.search.list_search import search
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import Worker
 
 
 def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,

@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.budget import (
+from slipstream.planner.budget import (
     LIST_SCHEDULE_STEPS,
     LIST_SCHEDULE_STEPS_PER_OP,
     SCHEDULER_STEPS_PER_OP,
     Budget,
 )
-from planner.model.arrays import ProblemArrays
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.model.start_times import solution_period
-from planner.params import DEFAULTS, ListParams
-from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.baselines import BASELINES
-from planner.search.composition import Composition
-from planner.search.dispatch_rules import changed, grid, shortlist
-from planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS, ListParams
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.composition import Composition
+from slipstream.planner.search.dispatch_rules import changed, grid, shortlist
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
 
 RULES, STEPS, ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-from planner.budget import Budget
-from planner.model.bounds import strongest_bound
-from planner.model.problem import Problem
-from planner.search.bound import divided
-from planner.search.incumbent import Incumbent
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.bounds import strongest_bound
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.search.bound import divided
+from slipstream.planner.search.incumbent import Incumbent
 
 Layouts = Callable[..., Iterator[Incumbent]]
 """Candidates, the most promising first, without solutions; each is made when it is asked for. Called with a budget,

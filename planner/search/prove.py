@@ -2,10 +2,10 @@
 
 import msgspec
 
-from planner.budget import Budget
-from planner.model.problem import Problem
-from planner.params import CpSatParams
-from planner.search.incumbent import Incumbent
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.params import CpSatParams
+from slipstream.planner.search.incumbent import Incumbent
 
 
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
@@ -23,7 +23,7 @@ def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
 
 
 def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
-    from planner.search.cpsat.model import improve  # the solver takes a third of a second to load
+    from slipstream.planner.search.cpsat.model import improve  # the solver takes a third of a second to load
 
     problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from planner.model.arrays import ProblemArrays
-from planner.model.problem import Problem
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.problem import Problem
 
 
 class SetAside(NamedTuple):

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from planner.job.file import Job, JobError
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError
-from planner.normalise import Windows, candidates, normal_form, slow_while_alive
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.progress import CountCallback
-from planner.search.compiled import ready
-from planner.tables.folder import Part, TableFolder, make_part, no_plan
-from planner.tables.monotone import improved
-from planner.tables.process_pool import run_all
-from planner.transition import transition
-from schedules.schedule import Schedule, Worker
-from schedules.tables.file import Basis, Index, TableError
-from schedules.tables.pattern import (
+from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.progress import CountCallback
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.tables.folder import Part, TableFolder, make_part, no_plan
+from slipstream.planner.tables.monotone import improved
+from slipstream.planner.tables.process_pool import run_all
+from slipstream.planner.transition import transition
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.file import Basis, Index, TableError
+from slipstream.schedules.tables.pattern import (
     Pattern,
     count_key,
     pattern_key,

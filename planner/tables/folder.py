@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from planner.tables.index_text import index_markdown
-from planner.transition import Transition
-from schedules.document import DocumentKind
-from schedules.files import write_atomically
-from schedules.schedule import Schedule, Worker
-from schedules.tables.entry_codec import encode_entry
-from schedules.tables.file import (
+from slipstream.planner.tables.index_text import index_markdown
+from slipstream.planner.transition import Transition
+from slipstream.schedules.document import DocumentKind
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.entry_codec import encode_entry
+from slipstream.schedules.tables.file import (
     ENTRIES,
     INDEX,
     JOB,
@@ -39,7 +39,7 @@ from schedules.tables.file import (
     read_index,
     with_digest,
 )
-from schedules.tables.table import Table
+from slipstream.schedules.tables.table import Table
 
 PARTS = "parts"
 NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from schedules.tables.file import Index, Row
-from schedules.tables.pattern import settled_key
+from slipstream.schedules.tables.file import Index, Row
+from slipstream.schedules.tables.pattern import settled_key
 
 HEAD = ("failures", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
 SETTLED = ("settled s", "throughput", "GB to move", "s to move")

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.tables.folder import Part, make_part
-from planner.transition import Transition
-from schedules.check import check
-from schedules.schedule import Program, Schedule, Seat, Worker
-from schedules.tables.entry_codec import decode_entry
-from schedules.tables.pattern import count_key, settled_key
+from slipstream.planner.tables.folder import Part, make_part
+from slipstream.planner.transition import Transition
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Program, Schedule, Seat, Worker
+from slipstream.schedules.tables.entry_codec import decode_entry
+from slipstream.schedules.tables.pattern import count_key, settled_key
 
 
 def improved(parts: Mapping[str, Part], most: int, slow: Worker | None = None) -> dict[str, Part]:

@@ -6,11 +6,11 @@ another schedule is better for the workers' speeds, all members stop before the 
 
 from functools import partial
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.layer_moves import plan_moves
-from runtime.coordinator.planning import NoScheduleError
-from runtime.coordinator.schedule_choice import ScheduleChoice
-from runtime.errors import RunError
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.layer_moves import plan_moves
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
+from slipstream.runtime.errors import RunError
 
 
 class BoundaryPlanner:

@@ -10,10 +10,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from runtime.protocol.to_coordinator import Finished, Ran
-from runtime.protocol.to_worker import Factor
-from schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_coordinator import Finished, Ran
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
+from slipstream.schedules.schedule import Worker
 
 MOST_WINDOWS = 4096
 """Iterations whose windows are kept: medians do not need those of a month."""

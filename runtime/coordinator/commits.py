@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterator
 
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.news import News
-from runtime.coordinator.run import Run
-from runtime.coordinator.take_over import Found
-from runtime.processes.process_manager import ProcessManager
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.coordinator.news import News
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.take_over import Found
+from slipstream.runtime.processes.process_manager import ProcessManager
 
 
 class Commits:

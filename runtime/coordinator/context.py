@@ -8,23 +8,23 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from runtime.coordinator.checkpoint_timer import CheckpointTimer
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.join_planning import JoinPlanner, Moves
-from runtime.coordinator.layer_moves import layers_without_holder, plan_moves
-from runtime.coordinator.lost_workers import LostWorkers
-from runtime.coordinator.part_moves import Partition
-from runtime.coordinator.planning import ScheduleService
-from runtime.coordinator.recovery import RecoveryClock
-from runtime.coordinator.settling import Settler
-from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
-from runtime.failure_domains import FailureDomains
-from runtime.model.state.parts import CutFor
-from runtime.protocol.to_coordinator import Kept, Ran
-from runtime.protocol.to_worker import Fetch, Leave, ToWorker
-from runtime.replay.placement import Placement
-from schedules.schedule import Grid, Schedule, Worker
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.join_planning import JoinPlanner, Moves
+from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
+from slipstream.runtime.coordinator.lost_workers import LostWorkers
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.planning import ScheduleService
+from slipstream.runtime.coordinator.recovery import RecoveryClock
+from slipstream.runtime.coordinator.settling import Settler
+from slipstream.runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.model.state.parts import CutFor
+from slipstream.runtime.protocol.to_coordinator import Kept, Ran
+from slipstream.runtime.protocol.to_worker import Fetch, Leave, ToWorker
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 
 class Send(Protocol):

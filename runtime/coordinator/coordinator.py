@@ -10,25 +10,25 @@ planned only changes what is waited for.
 import time
 from collections.abc import Mapping, Sequence
 
-from runtime.coordinator.boundary import BoundaryPlanner
-from runtime.coordinator.checkpoint_timer import CheckpointTimer
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.context import CoordinatorContext, Listeners, RunState, Send
-from runtime.coordinator.going_back import GoingBack
-from runtime.coordinator.join_planning import JoinPlanner
-from runtime.coordinator.lost_workers import LostWorkers
-from runtime.coordinator.next_order import NextOrder
-from runtime.coordinator.orders import Orders
-from runtime.coordinator.part_moves import Partition
-from runtime.coordinator.planning import ScheduleService
-from runtime.coordinator.recovery import Recovery, RecoveryClock
-from runtime.coordinator.schedule_choice import ScheduleChoice
-from runtime.coordinator.settling import Settler
-from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
-from runtime.coordinator.take_over import Found
-from runtime.events import CoordinatorRestarted, Resumed
-from runtime.failure_domains import ALONE, FailureDomains
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator.boundary import BoundaryPlanner
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.context import CoordinatorContext, Listeners, RunState, Send
+from slipstream.runtime.coordinator.going_back import GoingBack
+from slipstream.runtime.coordinator.join_planning import JoinPlanner
+from slipstream.runtime.coordinator.lost_workers import LostWorkers
+from slipstream.runtime.coordinator.next_order import NextOrder
+from slipstream.runtime.coordinator.orders import Orders
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.planning import ScheduleService
+from slipstream.runtime.coordinator.recovery import Recovery, RecoveryClock
+from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
+from slipstream.runtime.coordinator.settling import Settler
+from slipstream.runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from slipstream.runtime.coordinator.take_over import Found
+from slipstream.runtime.events import CoordinatorRestarted, Resumed
+from slipstream.runtime.failure_domains import ALONE, FailureDomains
+from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchFailed,
     FetchUpToDate,
@@ -39,10 +39,10 @@ from runtime.protocol.to_coordinator import (
     SpeedMeasured,
     Started,
 )
-from runtime.protocol.to_worker import Acknowledged, Leave, MeasureSpeed
-from runtime.replay.placement import Placement
-from schedules.layers import layers_in
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, MeasureSpeed
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import Worker
 
 
 class Coordinator:

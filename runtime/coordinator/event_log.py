@@ -13,8 +13,8 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from runtime.coordinator.appended_file import AppendedFile, Complain, silently
-from runtime.events import EVENTS, SCHEDULES, Event, encode
+from slipstream.runtime.coordinator.appended_file import AppendedFile, Complain, silently
+from slipstream.runtime.events import EVENTS, SCHEDULES, Event, encode
 
 DIGEST_LENGTH = 16
 Observer = Callable[[Event], None]

@@ -13,35 +13,35 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from runtime.coordinator.commit_log import CommitLog, CommitLogError
-from runtime.coordinator.commits import Commits
-from runtime.coordinator.context import Listeners
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
-from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.news import News
-from runtime.coordinator.node_agents import NodeAgents
-from runtime.coordinator.part_moves import Partition
-from runtime.coordinator.planning import ScheduleService
-from runtime.coordinator.plausible import Bounds, printable
-from runtime.coordinator.rank_reports import RankReports
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.run import Run
-from runtime.coordinator.server import Connection, Server, serve
-from runtime.coordinator.settling import Cost, Settler
-from runtime.coordinator.stall_watch import StallWatch
-from runtime.coordinator.take_over import TakeOver
-from runtime.coordinator.worker_connections import WorkerConnections
-from runtime.coordinator.worker_messages import WorkerMessages
-from runtime.errors import CoordinatorFailedError, RunError, first_line
-from runtime.events import Finished as RunFinished
-from runtime.failure_domains import FailureDomains
-from runtime.processes.fork_server import ForkServerError
-from runtime.processes.process_manager import ProcessManager
-from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.coordinator.commits import Commits
+from slipstream.runtime.coordinator.context import Listeners
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
+from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.coordinator.news import News
+from slipstream.runtime.coordinator.node_agents import NodeAgents
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.planning import ScheduleService
+from slipstream.runtime.coordinator.plausible import Bounds, printable
+from slipstream.runtime.coordinator.rank_reports import RankReports
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.server import Connection, Server, serve
+from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.coordinator.stall_watch import StallWatch
+from slipstream.runtime.coordinator.take_over import TakeOver
+from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.worker_messages import WorkerMessages
+from slipstream.runtime.errors import CoordinatorFailedError, RunError, first_line
+from slipstream.runtime.events import Finished as RunFinished
+from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.processes.fork_server import ForkServerError
+from slipstream.runtime.processes.process_manager import ProcessManager
+from slipstream.runtime.processes.stop_signals import StopSignals
+from slipstream.runtime.protocol.channel import frame
+from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Heartbeat,
     Injected,
@@ -57,10 +57,10 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from runtime.protocol.to_worker import EndOrder, ReportStatus
-from runtime.replay.placement import Placement
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
+from slipstream.runtime.protocol.to_worker import EndOrder, ReportStatus
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Worker
 
 MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""

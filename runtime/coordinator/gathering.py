@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 TELL_SECONDS = 30.0
 """From one line to the next."""

@@ -8,15 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.layer_moves import Holders, plan_moves
-from runtime.coordinator.orders import Orders
-from runtime.coordinator.planning import NoScheduleError
-from runtime.coordinator.schedule_choice import ScheduleChoice
-from runtime.errors import RunError
-from runtime.events import WentBack
-from runtime.protocol.to_worker import ReportCheckpoints
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.layer_moves import Holders, plan_moves
+from slipstream.runtime.coordinator.orders import Orders
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import WentBack
+from slipstream.runtime.protocol.to_worker import ReportCheckpoints
+from slipstream.schedules.schedule import Worker
 
 ANSWER_SECONDS = 30.0
 """To look which checkpoints there are. Whoever takes longer has a file system that hangs, and reads none."""

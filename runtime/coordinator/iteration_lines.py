@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.coordinator.appended_file import AppendedFile, Complain, silently
-from runtime.events import encode
-from schedules.files import write_atomically
+from slipstream.runtime.coordinator.appended_file import AppendedFile, Complain, silently
+from slipstream.runtime.events import encode
+from slipstream.schedules.files import write_atomically
 
 
 class IterationLines:

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.planning import Speeds
-from runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
-from runtime.protocol.to_worker import Fetch, LayerMove, PartMove
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.planning import Speeds
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
+from slipstream.runtime.protocol.to_worker import Fetch, LayerMove, PartMove
+from slipstream.schedules.schedule import Schedule, Worker
 
 Moves = tuple[LayerMove, ...] | tuple[PartMove, ...]
 PAUSE_SECONDS = 0.5

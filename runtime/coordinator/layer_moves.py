@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 
-from runtime.protocol.to_worker import LayerMove
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.schedules.schedule import Worker
 
 Holders = Mapping[Worker, Collection[int]]
 """The layers of the model that each worker holds."""

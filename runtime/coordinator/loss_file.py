@@ -8,10 +8,10 @@ from typing import Self
 
 import msgspec
 
-from runtime.coordinator.appended_file import Complain, silently
-from runtime.coordinator.iteration_lines import IterationLines
-from runtime.coordinator.metrics import MetricsRecorder
-from runtime.events import Iteration
+from slipstream.runtime.coordinator.appended_file import Complain, silently
+from slipstream.runtime.coordinator.iteration_lines import IterationLines
+from slipstream.runtime.coordinator.metrics import MetricsRecorder
+from slipstream.runtime.events import Iteration
 
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""

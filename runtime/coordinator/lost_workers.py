@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from runtime.replay.placement import Placement
-from schedules.schedule import Grid, Worker
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Grid, Worker
 
 
 class _Loss(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Protocol, Self
 
 import msgspec
 
-from runtime.config import TrainingConfig
-from runtime.coordinator.appended_file import Complain, silently
-from runtime.coordinator.iteration_lines import IterationLines, lines_before
-from runtime.coordinator.tensorboard import TensorBoard
-from runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
-from runtime.model.state.learning_rate import learning_rate
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.coordinator.appended_file import Complain, silently
+from slipstream.runtime.coordinator.iteration_lines import IterationLines, lines_before
+from slipstream.runtime.coordinator.tensorboard import TensorBoard
+from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
+from slipstream.runtime.model.state.learning_rate import learning_rate
 
 
 class Sink(Protocol):

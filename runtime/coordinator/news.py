@@ -3,15 +3,15 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from runtime.coordinator.checkpoint_timer import CheckpointTimer
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.gathering import who_is_awaited
-from runtime.coordinator.run import Run
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
-from runtime.protocol.to_coordinator import Ready, Saved
-from runtime.run_folder import CHECKPOINTS, holder
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.gathering import who_is_awaited
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
+from slipstream.runtime.protocol.to_coordinator import Ready, Saved
+from slipstream.runtime.run_folder import CHECKPOINTS, holder
+from slipstream.schedules.schedule import Worker
 
 
 class News:

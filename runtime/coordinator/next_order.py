@@ -4,16 +4,16 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.going_back import GoingBack
-from runtime.coordinator.layer_moves import plan_moves
-from runtime.coordinator.orders import Orders
-from runtime.coordinator.planning import NoScheduleError
-from runtime.coordinator.schedule_choice import ScheduleChoice
-from runtime.errors import RunError
-from runtime.events import Failed, NodeLost
-from runtime.protocol.to_worker import Leave, PartMove
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.going_back import GoingBack
+from slipstream.runtime.coordinator.layer_moves import plan_moves
+from slipstream.runtime.coordinator.orders import Orders
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Failed, NodeLost
+from slipstream.runtime.protocol.to_worker import Leave, PartMove
+from slipstream.schedules.schedule import Schedule, Worker
 
 
 class NextOrder:

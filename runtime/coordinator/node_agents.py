@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from runtime.coordinator.run import Run
-from runtime.coordinator.server import Connection
-from runtime.processes.process_manager import ProcessManager
-from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import JoinNode
-from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.server import Connection
+from slipstream.runtime.processes.process_manager import ProcessManager
+from slipstream.runtime.protocol.channel import frame
+from slipstream.runtime.protocol.to_coordinator import JoinNode
+from slipstream.runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
+from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
 """How long they may take to end once they are sent the end of the run."""

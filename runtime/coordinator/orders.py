@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.join_planning import Join
-from runtime.coordinator.part_moves import AS_THEY_ARE
-from runtime.events import HandedOver, Joined, OrderGiven
-from runtime.model.state.parts import CutFor
-from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
-from schedules import codec
-from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.join_planning import Join
+from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
+from slipstream.runtime.events import HandedOver, Joined, OrderGiven
+from slipstream.runtime.model.state.parts import CutFor
+from slipstream.runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
 Address = tuple[str, int]
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from runtime.coordinator.layer_moves import Holders
-from runtime.model.state.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
-from runtime.protocol.to_coordinator import Kept
-from runtime.protocol.to_worker import PartMove
-from runtime.replay.placement import Placement
-from schedules.layers import LayerRange, joined_ranges
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.layer_moves import Holders
+from slipstream.runtime.model.state.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
+from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.protocol.to_worker import PartMove
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.layers import LayerRange, joined_ranges
+from slipstream.schedules.schedule import Schedule, Worker
 
 Keepers = Mapping[Worker, Kept]
 """What each worker keeps that has paused."""

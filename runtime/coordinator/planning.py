@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from runtime.coordinator.event_log import EventLog
-from runtime.errors import RunError, first_line
-from runtime.events import Phase, PlanAnswered, PlanAsked
-from schedules.errors import NoScheduleError as NoScheduleError
-from schedules.layers import LayerRange
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.errors import RunError, first_line
+from slipstream.runtime.events import Phase, PlanAnswered, PlanAsked
+from slipstream.schedules.errors import NoScheduleError as NoScheduleError
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import (
     Failed,
     Injected,
     Kept,
@@ -25,9 +25,9 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_worker import Factor
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 AHEAD = 8
 """Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping

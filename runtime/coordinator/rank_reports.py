@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from runtime.model.state.digest import combined_digest
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.model.state.digest import combined_digest
+from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,
     Finished,
@@ -25,8 +25,8 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from schedules.layers import LayerRange, joined_ranges, layers_in
-from schedules.schedule import Worker
+from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
+from slipstream.schedules.schedule import Worker
 
 Key = tuple[type, int, int]
 Break = Callable[[Worker, int], None]

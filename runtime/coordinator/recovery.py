@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

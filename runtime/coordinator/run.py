@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.config import RunConfig
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.settling import Settling
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.model.state.parts import Elements
-from runtime.processes.stop_signals import GRACE_SECONDS
-from runtime.protocol.authentication import Secret
-from runtime.protocol.failure_injection import Injection, Slowdown
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
-from runtime.run_folder import LeftBehind
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
+from slipstream.runtime.run_folder import LeftBehind
+from slipstream.schedules.schedule import Schedule, Worker
 
 Notify = Callable[[Recovery | SpeedEvent | str], None]
 """Called with a recovery, with what was done about slow workers, or with something that went wrong and was survived;

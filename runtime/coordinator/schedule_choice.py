@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Collection, Mapping
 
-from runtime.coordinator.context import CoordinatorContext
-from runtime.coordinator.planning import Held, NoScheduleError
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.planning import Held, NoScheduleError
+from slipstream.schedules.schedule import Schedule, Worker
 
 Way = Callable[[], Schedule | None]
 """A question to the schedule service. Raises NoScheduleError and RunError."""

@@ -5,8 +5,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-from runtime.protocol import to_coordinator
-from runtime.protocol.authentication import (
+from slipstream.runtime.protocol import to_coordinator
+from slipstream.runtime.protocol.authentication import (
     HELLO_BYTES,
     HELLO_SECONDS,
     AuthenticationError,
@@ -15,10 +15,10 @@ from runtime.protocol.authentication import (
     Secret,
     Tags,
 )
-from runtime.protocol.channel import MAX_BYTES, Frame, Frames, ProtocolError, keep_alive
-from runtime.protocol.rendezvous import BACKLOG
-from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.channel import MAX_BYTES, Frame, Frames, ProtocolError, keep_alive
+from slipstream.runtime.protocol.rendezvous import BACKLOG
+from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
+from slipstream.schedules.schedule import Worker
 
 MOST_UNSENT_BYTES = 2 * MAX_BYTES
 """A peer that lets more wait to be sent to it does not read."""

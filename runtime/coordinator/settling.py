@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.planning import Speeds
-from runtime.events import SettlingChosen
-from runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.planning import Speeds
+from slipstream.runtime.events import SettlingChosen
+from slipstream.runtime.protocol.to_worker import LayerMove
 
 PRIOR_SECONDS = 3600.0
 """Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""

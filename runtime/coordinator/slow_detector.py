@@ -49,7 +49,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schedules.schedule import LayerRange, OpKind, Worker
+from slipstream.schedules.schedule import LayerRange, OpKind, Worker
 
 OBSERVATION_SECONDS = 1.0
 """Iterations are put together until they took so long. Where processes share cores, one may get none for seconds."""

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from runtime.coordinator.planning import NoScheduleError, ScheduleService, Speeds, in_background
-from runtime.coordinator.slow_detector import SpeedChange
-from runtime.coordinator.speed_planning import Decision, decide, period_at, rounded, worth_back
-from runtime.coordinator.speed_watch import SpeedWatch
-from runtime.protocol.to_coordinator import Ran, SpeedMeasured
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService, Speeds, in_background
+from slipstream.runtime.coordinator.slow_detector import SpeedChange
+from slipstream.runtime.coordinator.speed_planning import Decision, decide, period_at, rounded, worth_back
+from slipstream.runtime.coordinator.speed_watch import SpeedWatch
+from slipstream.runtime.protocol.to_coordinator import Ran, SpeedMeasured
+from slipstream.schedules.schedule import Schedule, Worker
 
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0

@@ -7,9 +7,9 @@ and those of schedules without one of the slow workers. A change of schedule tak
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from runtime.coordinator.planning import NoScheduleError, SchedulerAtSpeeds, Speeds
-from schedules.schedule import Schedule, Worker
-from schedules.timing import period_at as period_at
+from slipstream.runtime.coordinator.planning import NoScheduleError, SchedulerAtSpeeds, Speeds
+from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.timing import period_at as period_at
 
 LEAST_GAIN = 0.02
 """Of the period, for which a schedule is changed."""

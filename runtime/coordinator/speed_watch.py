@@ -6,10 +6,10 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
-from runtime.protocol.to_coordinator import Ran
-from runtime.replay.recorder import OpTime
-from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
+from slipstream.runtime.protocol.to_coordinator import Ran
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
 WARM_UP = 1
 """Iterations of an order that say little: connections, caches and allocators are cold."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from runtime.protocol.to_coordinator import Status
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.schedules.schedule import Worker
 
 STALL_TIMEOUT_SECONDS = 300.0
 """One op takes seconds."""

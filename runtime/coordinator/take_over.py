@@ -13,10 +13,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from runtime.protocol.to_coordinator import Kept, Known
-from runtime.protocol.to_worker import Factor
-from schedules.layers import layers_in
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_coordinator import Kept, Known
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import Worker
 
 FIND_SECONDS = 10.0
 """Whoever lives looks for a coordinator several times a second: when none has come for so long, none lives."""

@@ -3,8 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from runtime.config import ConfigError
-from runtime.events import Metrics
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.events import Metrics
 
 TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
         "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
-from runtime.coordinator.run import Run
-from runtime.coordinator.server import Connection
-from runtime.failure_domains import FailureDomains
-from runtime.processes.process_manager import ProcessManager
-from runtime.protocol.channel import Frame, frame
-from runtime.protocol.to_coordinator import Ended, JoinWorker
-from runtime.protocol.to_worker import Leave
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.server import Connection
+from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.processes.process_manager import ProcessManager
+from slipstream.runtime.protocol.channel import Frame, frame
+from slipstream.runtime.protocol.to_coordinator import Ended, JoinWorker
+from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
 """How long the last messages of a process that has ended may take to arrive."""

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from runtime.coordinator.commit_log import CommitLog, CommitLogError
-from runtime.coordinator.commits import Commits
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.news import News
-from runtime.coordinator.run import Run
-from runtime.coordinator.stall_watch import StallWatch
-from runtime.coordinator.worker_connections import WorkerConnections
-from runtime.errors import RunError
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.coordinator.commits import Commits
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.news import News
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.stall_watch import StallWatch
+from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     Failed,
     FetchFailed,
@@ -30,7 +30,7 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 
 class WorkerMessages:

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import msgspec
 
-from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.fork_server_messages import ProcessSpec, load_target
+from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 FAULTS_PER_HOUR = 6
 """Of a worker, unless the user says otherwise."""

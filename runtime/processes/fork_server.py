@@ -25,7 +25,7 @@ from typing import Self
 
 import msgspec
 
-from runtime.processes.fork_server_messages import (
+from slipstream.runtime.processes.fork_server_messages import (
     Adopted,
     End,
     Hold,
@@ -39,7 +39,7 @@ from runtime.processes.fork_server_messages import (
     decode_news,
     user_of,
 )
-from runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import VARIABLE
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
@@ -73,7 +73,7 @@ class ForkServer:
         # SIGTERM, which schedulers send to all processes, stays blocked there, and in a worker until that handles it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "runtime.processes.fork_server_process"], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.processes.fork_server_messages import (
+from slipstream.runtime.processes.fork_server_messages import (
     Adopted,
     End,
     Hold,
@@ -31,7 +31,7 @@ from runtime.processes.fork_server_messages import (
     load_target,
     user_of,
 )
-from runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
 
 IDLE_SECONDS = 600.0
 """How long the server waits for something to do before it looks again."""
@@ -205,7 +205,7 @@ def _die_with(parent: int) -> None:
 
 def main() -> None:
     """Serve until the launcher closes the pipe."""
-    from runtime.worker import main as worker
+    from slipstream.runtime.worker import main as worker
 
     worker.warm_up()
     gc.freeze()  # else the collector would write to, and so copy, all that the processes share

@@ -4,10 +4,10 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from runtime.config import STANDS_FOR
-from runtime.processes.fork_server import KILL_SECONDS, ForkServer
-from runtime.processes.worker_start import worker_named
-from schedules.schedule import Worker
+from slipstream.runtime.config import STANDS_FOR
+from slipstream.runtime.processes.fork_server import KILL_SECONDS, ForkServer
+from slipstream.runtime.processes.worker_start import worker_named
+from slipstream.schedules.schedule import Worker
 
 
 class FoundWorker(NamedTuple):

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch.distributed import DistError, DistStoreError
 
-from runtime.errors import first_line
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
 
 TELL_SECONDS = 30.0
 """How often a node that waits says so."""

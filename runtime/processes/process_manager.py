@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
-from runtime.config import STANDS_FOR
-from runtime.errors import CoordinatorFailedError, RunError
-from runtime.processes.faults import Faults
-from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.found_workers import enough_devices
-from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.to_coordinator import Ended
-from runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
-from schedules.schedule import Worker
+from slipstream.runtime.config import STANDS_FOR
+from slipstream.runtime.errors import CoordinatorFailedError, RunError
+from slipstream.runtime.processes.faults import Faults
+from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
+from slipstream.runtime.processes.found_workers import enough_devices
+from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
+from slipstream.schedules.schedule import Worker
 
 SendToAgent = Callable[[int, ToNodeAgent], None]
 """Sends a message to the agent of a node; nothing happens where that is not there."""

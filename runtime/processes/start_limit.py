@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 STARTS = 60
 """Of one worker in `SECONDS`; one that starts takes most of a second."""

@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from runtime.config import RunConfig
-from runtime.processes.fork_server_messages import ProcessSpec
-from runtime.protocol.authentication import Secret
-from runtime.protocol.rendezvous import Rendezvous
-from schedules.schedule import Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.schedules.schedule import Worker
 
 COORDINATOR_TIMEOUT_SECONDS = 60.0
 """Long enough to start a process by hand that imports torch."""
 
 
-HUGGING_FACE = "runtime.model.layers.hugging_face.model"
+HUGGING_FACE = "slipstream.runtime.model.layers.hugging_face.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     def process(self) -> ProcessSpec:
         """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
-        return ProcessSpec(process_name(self.worker, self.rank, self.without), "runtime.worker.main:main",
+        return ProcessSpec(process_name(self.worker, self.rank, self.without), "slipstream.runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
                            imports=() if self.settings.config.model.hugging_face is None else (HUGGING_FACE,))
 

@@ -15,9 +15,9 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from runtime.errors import first_line
-from runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Secret, Tags, introduce
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Secret, Tags, introduce
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
 MAX_BYTES = 2**28
 """Of a message; a schedule is the largest."""

@@ -10,8 +10,8 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from runtime.protocol.channel import Channel
-from runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.channel import Channel
+from slipstream.runtime.protocol.rendezvous import RendezvousError
 
 
 class _Setup(Protocol):

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 
 Action = Literal["kill", "stop", "raise", "cut", "exit", "memory"]
 Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", "met", "moved", "asked", "loaded",

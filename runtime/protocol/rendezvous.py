@@ -9,8 +9,8 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError
 
-from runtime.errors import first_line
-from runtime.torch_private import TCPStore
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.torch_private import TCPStore
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)

@@ -5,11 +5,11 @@ from typing import Literal
 import msgspec
 import torch
 
-from runtime.model.passed import Form, TensorForm, TupleForm
-from runtime.protocol.failure_injection import Injection, Slowdown
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.replay.transport import Transport
-from schedules.schedule import Worker
+from slipstream.runtime.model.passed import Form, TensorForm, TupleForm
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.replay.transport import Transport
+from slipstream.schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0
 """For all workers to be there: on several machines, people start them."""

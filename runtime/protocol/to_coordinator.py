@@ -2,12 +2,12 @@
 
 import msgspec
 
-from runtime.protocol.channel import Decoder
-from runtime.protocol.to_worker import Factor
-from runtime.replay.recorder import OpTime
-from schedules.layers import LayerRange
-from schedules.measured_trace import MeasuredOp
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.channel import Decoder
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.measured_trace import MeasuredOp
+from slipstream.schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):

@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from runtime.config import RunConfig
-from runtime.protocol.channel import Decoder
-from runtime.replay.transport import Transport
-from schedules.schedule import Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.protocol.channel import Decoder
+from slipstream.runtime.replay.transport import Transport
+from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
 SILENT_SECONDS = 600.0

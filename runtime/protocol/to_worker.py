@@ -7,10 +7,10 @@ waits for the next order.
 
 import msgspec
 
-from runtime.protocol.channel import Decoder
-from runtime.protocol.setup import Setup
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.channel import Decoder
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 
 class Factor(msgspec.Struct, frozen=True, array_like=True):

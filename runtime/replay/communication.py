@@ -10,14 +10,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from runtime.model.layers.worker_group import Backend, Connection, WorkerGroup
-from runtime.replay.group_store import GroupStore
-from runtime.replay.membership import Membership
-from runtime.replay.transfers import TIMEOUT, Arriving, Outgoing, Summing, told_in_one_line
-from runtime.replay.transport import Transport
-from runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
-from schedules.layers import LayerRange, layers_text
-from schedules.schedule import Worker
+from slipstream.runtime.model.layers.worker_group import Backend, Connection, WorkerGroup
+from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.transfers import TIMEOUT, Arriving, Outgoing, Summing, told_in_one_line
+from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
+from slipstream.schedules.layers import LayerRange, layers_text
+from slipstream.schedules.schedule import Worker
 
 Shared = LayerRange | str
 """What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""

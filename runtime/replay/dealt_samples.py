@@ -8,13 +8,13 @@ its dropout and its weight in the loss, goes with it to whoever runs it.
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.data.data import Data, knows_costs
-from runtime.model.data.loss_weights import tokens_of
-from runtime.model.microbatch import Microbatch
-from runtime.model.seeds import derive_seed
-from schedules.dealing import CostError, Dealer, require_costs
-from schedules.schedule import Schedule
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.data.data import Data, knows_costs
+from slipstream.runtime.model.data.loss_weights import tokens_of
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.seeds import derive_seed
+from slipstream.schedules.dealing import CostError, Dealer, require_costs
+from slipstream.schedules.schedule import Schedule
 
 
 def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig) -> None:

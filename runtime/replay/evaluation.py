@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from runtime.model.computing.slices import Slices
-from runtime.model.data.data import Microbatch
-from runtime.model.state.steps import Steps
-from runtime.replay.communication import Communicator
-from runtime.replay.exchange import Exchange
-from runtime.replay.executor import BeforeOp, Executor, Feed
-from runtime.replay.recorder import Recorder
-from schedules.check import check
-from schedules.forwards import forwards_of
-from schedules.schedule import Schedule
+from slipstream.runtime.model.computing.slices import Slices
+from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.executor import BeforeOp, Executor, Feed
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.schedules.check import check
+from slipstream.schedules.forwards import forwards_of
+from slipstream.schedules.schedule import Schedule
 
 
 class EvaluationMode:

@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from runtime.model.ranks.own_ranks import RankForms, carried, carriers
-from runtime.replay.communication import Communicator
-from runtime.replay.transfers import Arriving, Outgoing
-from schedules.graph import Transfer, programs_of, transfers
-from schedules.precedence import op_key, waits
-from schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
+from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_form, made
+from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carriers
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.transfers import Arriving, Outgoing
+from slipstream.schedules.graph import Transfer, programs_of, transfers
+from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""

@@ -6,17 +6,17 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from runtime.model.computing.slices import SliceRunner, Slices
-from runtime.model.data.data import Microbatch
-from runtime.model.layers.calling import Batch
-from runtime.model.passed import Value
-from runtime.model.state.steps import Steps
-from runtime.replay.communication import Communicator, Shared
-from runtime.replay.exchange import Exchange, TensorName
-from runtime.replay.part_exchange import PartExchange
-from runtime.replay.recorder import Recorder
-from schedules.precedence import consumers, op_key, waits
-from schedules.schedule import Op, OpKind, Schedule
+from slipstream.runtime.model.computing.slices import SliceRunner, Slices
+from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.layers.calling import Batch
+from slipstream.runtime.model.passed import Value
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.replay.communication import Communicator, Shared
+from slipstream.runtime.replay.exchange import Exchange, TensorName
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.schedules.precedence import consumers, op_key, waits
+from slipstream.schedules.schedule import Op, OpKind, Schedule
 
 
 class Feed(Protocol):

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from runtime.torch_private import Store
+from slipstream.runtime.torch_private import Store
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005

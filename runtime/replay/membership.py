@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runtime.model.layers.worker_group import WorkerGroup
-from schedules.schedule import Worker
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.schedules.schedule import Worker
 
 
 class Membership(NamedTuple):

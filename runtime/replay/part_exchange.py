@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from runtime.model.state.parts import Cut, Span
-from runtime.replay.communication import BYTES_TAG, Communicator
-from runtime.replay.transfers import told_in_one_line
-from runtime.torch_private import Group
-from schedules.layers import LayerRange, layers_text
+from slipstream.runtime.model.state.parts import Cut, Span
+from slipstream.runtime.replay.communication import BYTES_TAG, Communicator
+from slipstream.runtime.replay.transfers import told_in_one_line
+from slipstream.runtime.torch_private import Group
+from slipstream.schedules.layers import LayerRange, layers_text
 
 _KINDS = 3
 _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from runtime.model.layers.layered_model import split_layers
-from runtime.model.layers.sharing import Sharing
-from runtime.replay.communication import Shared
-from schedules.layers import LayerRange, joined_ranges, layers_in
-from schedules.schedule import Grid, OpKind, Schedule, Worker
+from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.replay.communication import Shared
+from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
+from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
 class PlacementError(ValueError):

@@ -9,8 +9,8 @@ from time import perf_counter
 import msgspec
 import torch
 
-from schedules.measured_trace import MeasuredOp
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind
+from slipstream.schedules.measured_trace import MeasuredOp
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind
 
 Stamp = float | torch.cuda.Event
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from runtime.errors import first_line
-from runtime.replay.stuck_calls import OPEN_CALLS
-from schedules.schedule import Worker
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.schedules.schedule import Worker
 
 TIMEOUT = timedelta(minutes=10)
 """Of any one transfer. Long, because a gloo timeout closes all connections; a dead peer is noticed in milliseconds."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from runtime.config import ConfigError
+from slipstream.runtime.config import ConfigError
 
 Transport = Literal["gloo", "nccl"]
 

@@ -9,24 +9,24 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.config import RunConfig
-from runtime.model.computing.forms import forms
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import load_corpus
-from runtime.model.layers.distributed_tensors import with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from runtime.model.layers.worker_group import enter_group
-from runtime.model.passed import TensorForm, carrier_form
-from runtime.model.state.holding import build_holding, gradient_dtype
-from runtime.model.state.parts import cut
-from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
-from runtime.replay.communication import Communicator
-from runtime.replay.membership import Membership
-from runtime.replay.part_exchange import PartExchange
-from runtime.replay.transport import Transport
-from runtime.tools.stage_bench import StageBench, StageProfile, timed
-from runtime.torch_private import TCPStore
-from schedules.schedule import Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.layers.worker_group import enter_group
+from slipstream.runtime.model.passed import TensorForm, carrier_form
+from slipstream.runtime.model.state.holding import build_holding, gradient_dtype
+from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, timed
+from slipstream.runtime.torch_private import TCPStore
+from slipstream.schedules.schedule import Worker
 
 _LAYERS = (0, 1)
 """The name of what is reduced, whatever it is."""

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import torch
 
-from runtime.config import RunConfig
-from runtime.device import choose_device
-from runtime.processes.children import ChildError, Children
-from runtime.processes.fork_server import ForkServer
-from runtime.protocol.rendezvous import host_store
-from runtime.replay.transport import choose_transport
-from runtime.tools.measurer import Answer, Task
-from runtime.tools.stage_bench import StageProfile
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.processes.children import ChildError, Children
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay.transport import choose_transport
+from slipstream.runtime.tools.measurer import Answer, Task
+from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4
@@ -90,7 +90,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
 def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Answer]:
     """Run one process a task, all at a time; none is left at the end."""
     try:
-        with Children("runtime.tools.measurer:measure", tasks, fork_server) as children:
+        with Children("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
             return [_ANSWER.decode(answer) for answer in children.answers(TIMEOUT_SECONDS)]
     except ChildError as error:
         raise ProfileError(f"measuring failed: {error}") from None

@@ -9,19 +9,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from runtime.config import RunConfig, TrainingConfig
-from runtime.model.data.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
-from runtime.model.data.loss_weights import LossWeights
-from runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on_device
-from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
-from runtime.model.layers.sharing import sharing_of
-from runtime.model.passed import Value
-from runtime.model.state.clipping import clip_factor, squares_of
-from runtime.model.state.digest import parameter_digest
-from runtime.model.state.learning_rate import scale
-from runtime.model.state.optimizer import build_optimizer
-from runtime.model.state.parameter_groups import grouped
-from runtime.model.state.undoable_steps import optimizer_factory
+from slipstream.runtime.config import RunConfig, TrainingConfig
+from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
+from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.layers.calling import LayerCall, adding_losses, loss_call, on_device
+from slipstream.runtime.model.layers.layered_model import (
+    LayeredModel,
+    autocast,
+    layer_randomness,
+    model_for,
+    parameter_dtype,
+)
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.passed import Value
+from slipstream.runtime.model.state.clipping import clip_factor, squares_of
+from slipstream.runtime.model.state.digest import parameter_digest
+from slipstream.runtime.model.state.learning_rate import scale
+from slipstream.runtime.model.state.optimizer import build_optimizer
+from slipstream.runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.model.state.undoable_steps import optimizer_factory
 
 CPU = torch.device("cpu")
 

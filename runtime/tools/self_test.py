@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from runtime.processes.children import ChildError, Children
-from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
-from runtime.replay.communication import Communicator
-from runtime.replay.membership import Membership
-from schedules.schedule import Worker
+from slipstream.runtime.processes.children import ChildError, Children
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.membership import Membership
+from slipstream.schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))
 LAYERS = (0, 1)
@@ -47,7 +47,7 @@ class SelfTest:
         with ExitStack() as stack:
             self._store, opened = host_store()
             tasks = [_Task(worker, opened) for worker in WORKERS]
-            self._children = stack.enter_context(Children("runtime.tools.self_test:meet", tasks))
+            self._children = stack.enter_context(Children("slipstream.runtime.tools.self_test:meet", tasks))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "SelfTest":

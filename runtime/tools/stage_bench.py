@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import torch
 
-from runtime.config import RunConfig
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Data, Microbatch
-from runtime.model.layers.calling import on_device
-from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
-from runtime.model.ranks.rank_optimizers import RankOptimizers
-from runtime.model.state.clipping import watches_gradients
-from runtime.model.state.holding import Holding, keeps_parts
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import elements_of
-from runtime.model.state.parts import Span, cut
-from runtime.torch_private import LivingStorages, TensorWatch
-from schedules.schedule import Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Data, Microbatch
+from slipstream.runtime.model.layers.calling import on_device
+from slipstream.runtime.model.passed import Form, Value, gradient_form, made, tensors_of
+from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.holding import Holding, keeps_parts
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import Span, cut
+from slipstream.runtime.torch_private import LivingStorages, TensorWatch
+from slipstream.schedules.schedule import Worker
 
 ROW = 4
 """Micro-batches run in a row: as in a run, each op finds caches filled by others."""

@@ -2,9 +2,9 @@
 
 import time
 
-from runtime.protocol.to_coordinator import Status
-from runtime.replay.stuck_calls import OPEN_CALLS
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.schedules.schedule import Schedule, Worker
 
 WAITS = "waits"
 """What a generation that waits for others says that it does begins so."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoints.checkpoint import (
+from slipstream.runtime.model.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     complete,
@@ -13,9 +13,9 @@ from runtime.model.checkpoints.checkpoint import (
     load,
     open_checkpoint,
 )
-from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from runtime.processes.worker_start import NodeSettings
-from runtime.run_folder import CHECKPOINTS
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.processes.worker_start import NodeSettings
+from slipstream.runtime.run_folder import CHECKPOINTS
 
 
 class CheckpointReader:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoints.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
-from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from runtime.processes.worker_start import NodeSettings
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Note, Saved
-from runtime.protocol.to_worker import Finish
-from runtime.run_folder import CHECKPOINTS
-from schedules.schedule import Worker
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.processes.worker_start import NodeSettings
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import Note, Saved
+from slipstream.runtime.protocol.to_worker import Finish
+from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.schedules.schedule import Worker
 
 
 class Checkpointer:

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.sockets import Sockets, cut, open_sockets
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.sockets import Sockets, cut, open_sockets
 
 
 class OrderEndedError(CommunicationError):

@@ -5,29 +5,29 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.config import RunConfig
-from runtime.model.data.data import Data
-from runtime.model.layers.layered_model import LayeredModel
-from runtime.model.layers.sharing import Sharing
-from runtime.model.layers.worker_group import WorkerGroup
-from runtime.model.passed import Form
-from runtime.model.ranks.own_ranks import RankForms
-from runtime.protocol.coordinator_link import CoordinatorLink
-from runtime.protocol.failure_injection import Injector
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_worker import ToWorker, Train
-from runtime.replay.dealt_samples import DealtSamples
-from runtime.replay.placement import Placement
-from runtime.torch_private import TCPStore
-from runtime.worker.activity import Activity
-from runtime.worker.checkpoint_reader import CheckpointReader
-from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.connections import Connections
-from runtime.worker.device_memory import DeviceMemory
-from runtime.worker.layer_store import LayerStore
-from runtime.worker.rank_layers import RankReceivers, RankSenders
-from runtime.worker.sockets import Sockets
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.data.data import Data
+from slipstream.runtime.model.layers.layered_model import LayeredModel
+from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.model.passed import Form
+from slipstream.runtime.model.ranks.own_ranks import RankForms
+from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
+from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_worker import ToWorker, Train
+from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.worker.activity import Activity
+from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
+from slipstream.runtime.worker.checkpointer import Checkpointer
+from slipstream.runtime.worker.connections import Connections
+from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.rank_layers import RankReceivers, RankSenders
+from slipstream.runtime.worker.sockets import Sockets
+from slipstream.schedules.schedule import Schedule, Worker
 
 WorkerLink = CoordinatorLink[ToWorker, Setup]
 

@@ -8,9 +8,9 @@ import gc
 
 import torch
 
-from runtime.model.state.holding import Holding
-from runtime.model.state.optimizer import UndoableOptimizer
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.schedules.schedule import Worker
 
 MEBIBYTE = 2**20
 

@@ -10,23 +10,23 @@ import time
 
 import torch
 
-from runtime.model.seeds import GENERATORS
-from runtime.model.state.clipping import watches_gradients
-from runtime.protocol.to_coordinator import Known, Note, Paused, Status
-from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
-from runtime.replay.communication import Communicator
-from runtime.replay.dealt_samples import DealtSamples
-from runtime.replay.membership import Membership
-from runtime.replay.stuck_calls import OPEN_CALLS
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.activity import Activity
-from runtime.worker.connections import Connections
-from runtime.worker.context import OrderContext, WorkerContext
-from runtime.worker.freed_memory import give_back
-from runtime.worker.layers_of_order import take_layers
-from runtime.worker.reports import Reports
-from runtime.worker.training import Training
-from schedules.schedule import Schedule
+from slipstream.runtime.model.seeds import GENERATORS
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.protocol.to_coordinator import Known, Note, Paused, Status
+from slipstream.runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.activity import Activity
+from slipstream.runtime.worker.connections import Connections
+from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.worker.freed_memory import give_back
+from slipstream.runtime.worker.layers_of_order import take_layers
+from slipstream.runtime.worker.reports import Reports
+from slipstream.runtime.worker.training import Training
+from slipstream.schedules.schedule import Schedule
 
 STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""

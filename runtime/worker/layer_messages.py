@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from runtime.model.tensor_codec import TensorError, decode, encode
-from runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Tags
+from slipstream.runtime.model.tensor_codec import TensorError, decode, encode
+from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Tags
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.state.followed_part import CopiedPart, FollowedPart
-from runtime.model.state.holding import Holding
-from runtime.model.state.optimizer import UndoableOptimizer
-from runtime.model.state.part_state import PartState
-from runtime.protocol.authentication import Secret, introduce
-from runtime.protocol.to_worker import LayerMove, PartMove
-from runtime.replay.transfers import TIMEOUT, CommunicationError
-from runtime.worker.layer_messages import (
+from slipstream.runtime.model.state.followed_part import CopiedPart, FollowedPart
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.model.state.part_state import PartState
+from slipstream.runtime.protocol.authentication import Secret, introduce
+from slipstream.runtime.protocol.to_worker import LayerMove, PartMove
+from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
+from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
     LayerPart,
@@ -41,8 +41,8 @@ from runtime.worker.layer_messages import (
     pack,
     read_message,
 )
-from runtime.worker.sockets import Sockets, sockets_of
-from schedules.schedule import Worker
+from slipstream.runtime.worker.sockets import Sockets, sockets_of
+from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002

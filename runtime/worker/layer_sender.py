@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.protocol.authentication import Secret
-from runtime.worker.layer_messages import (
+from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
     LayerPart,
@@ -26,8 +26,8 @@ from runtime.worker.layer_messages import (
     PartName,
     PartStepped,
 )
-from runtime.worker.layer_server import LayerServer, Receiver
-from runtime.worker.sockets import Sockets, sockets_of
+from slipstream.runtime.worker.layer_server import LayerServer, Receiver
+from slipstream.runtime.worker.sockets import Sockets, sockets_of
 
 POLL_SECONDS = 0.002
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from runtime.protocol.authentication import (
+from slipstream.runtime.protocol.authentication import (
     HELLO_BYTES,
     HELLO_SECONDS,
     AuthenticationError,
@@ -28,7 +28,7 @@ from runtime.protocol.authentication import (
     Refusals,
     Secret,
 )
-from runtime.worker.layer_messages import (
+from slipstream.runtime.worker.layer_messages import (
     MAX_HEADER_BYTES,
     LayerPart,
     LayerRequest,

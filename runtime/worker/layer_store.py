@@ -6,18 +6,18 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from runtime.model.layers.shards import cut_state, shards_of, whole_state
-from runtime.model.layers.worker_group import first_rank, worker_group
-from runtime.model.ranks.own_ranks import joined_state
-from runtime.model.state.holding import Holding
-from runtime.model.state.optimizer import UndoableOptimizer
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
-from runtime.model.state.parts import Cut, Elements
-from runtime.protocol.to_coordinator import Kept
-from runtime.worker.layer_messages import PartName
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
+from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
+from slipstream.runtime.model.ranks.own_ranks import joined_state
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
+from slipstream.runtime.model.state.parts import Cut, Elements
+from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.worker.layer_messages import PartName
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 
 class Build(Protocol):

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
-from runtime.model.checkpoints.checkpoint import CheckpointError
-from runtime.model.state.holding import keeps_parts
-from runtime.model.state.parts import cuts_of
-from runtime.protocol.to_coordinator import Note
-from runtime.protocol.to_worker import Finish, Train
-from runtime.replay.communication import Communicator
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.activity import WAITS
-from runtime.worker.context import OrderContext, WorkerContext
-from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
-from runtime.worker.layer_store import ByRank
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.model.state.holding import keeps_parts
+from slipstream.runtime.model.state.parts import cuts_of
+from slipstream.runtime.protocol.to_coordinator import Note
+from slipstream.runtime.protocol.to_worker import Finish, Train
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.activity import WAITS
+from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
+from slipstream.runtime.worker.layer_store import ByRank
 
 
 def take_layers(part: OrderContext, communicator: Communicator) -> None:

@@ -8,23 +8,23 @@ import traceback
 import msgspec
 import torch
 
-from runtime.config import ModelConfig, RunConfig
-from runtime.errors import first_line
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.token_data import BadTokenError
-from runtime.model.layers.layered_model import model_for
-from runtime.model.state.holding import build_holding
-from runtime.processes.worker_start import WorkerSpec
-from runtime.protocol import to_worker
-from runtime.protocol.channel import Channel
-from runtime.protocol.coordinator_link import Connect, CoordinatorLink
-from runtime.protocol.rendezvous import RendezvousError, interface_towards
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Failed, JoinWorker
-from runtime.protocol.to_worker import ToWorker
-from runtime.worker.device_memory import NoRoomError
-from runtime.worker.main_thread import MainThread
-from schedules.tables.relabel import preload
+from slipstream.runtime.config import ModelConfig, RunConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.token_data import BadTokenError
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.protocol import to_worker
+from slipstream.runtime.protocol.channel import Channel
+from slipstream.runtime.protocol.coordinator_link import Connect, CoordinatorLink
+from slipstream.runtime.protocol.rendezvous import RendezvousError, interface_towards
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import Failed, JoinWorker
+from slipstream.runtime.protocol.to_worker import ToWorker
+from slipstream.runtime.worker.device_memory import NoRoomError
+from slipstream.runtime.worker.main_thread import MainThread
+from slipstream.schedules.tables.relabel import preload
 
 CONNECT_SECONDS = 60.0
 RETRY_SECONDS = 0.2

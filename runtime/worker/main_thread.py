@@ -9,10 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.processes.worker_start import WorkerSpec
-from runtime.protocol.rendezvous import RendezvousError, connect_store
-from runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
-from runtime.protocol.to_worker import (
+from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
+from slipstream.runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
+from slipstream.runtime.protocol.to_worker import (
     Acknowledged,
     EndOrder,
     Fetch,
@@ -24,14 +24,14 @@ from runtime.protocol.to_worker import (
     ToWorker,
     Train,
 )
-from runtime.run_folder import holder
-from runtime.worker.context import WorkerLink
-from runtime.worker.generation import Generation
-from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
-from runtime.worker.order_threads import OrderThreads
-from runtime.worker.setting_up import STORE_TIMEOUT, set_up
-from schedules.codec import decode
-from schedules.schedule import Worker
+from slipstream.runtime.run_folder import holder
+from slipstream.runtime.worker.context import WorkerLink
+from slipstream.runtime.worker.generation import Generation
+from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
+from slipstream.runtime.worker.order_threads import OrderThreads
+from slipstream.runtime.worker.setting_up import STORE_TIMEOUT, set_up
+from slipstream.schedules.codec import decode
+from slipstream.schedules.schedule import Worker
 
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import torch
 
-from runtime.model.checkpoints.parameters import save_layer
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.layers.shards import whole_layer
-from runtime.model.state.digest import tensor_digest
-from runtime.model.state.holding import build_holding, keeps_parts
-from runtime.protocol.to_coordinator import Finished, SpeedMeasured
-from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
-from runtime.replay.communication import Communicator
-from runtime.replay.membership import Membership
-from runtime.replay.recorder import OpTime
-from runtime.replay.stuck_calls import AbandonedError
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.context import WorkerContext
-from runtime.worker.generation import Generation
-from runtime.worker.layer_store import ByRank
-from runtime.worker.layers_of_order import move_parts
-from runtime.worker.speed_test import measure_slice
+from slipstream.runtime.model.checkpoints.parameters import save_layer
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.layers.shards import whole_layer
+from slipstream.runtime.model.state.digest import tensor_digest
+from slipstream.runtime.model.state.holding import build_holding, keeps_parts
+from slipstream.runtime.protocol.to_coordinator import Finished, SpeedMeasured
+from slipstream.runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.runtime.replay.stuck_calls import AbandonedError
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.context import WorkerContext
+from slipstream.runtime.worker.generation import Generation
+from slipstream.runtime.worker.layer_store import ByRank
+from slipstream.runtime.worker.layers_of_order import move_parts
+from slipstream.runtime.worker.speed_test import measure_slice
 
 SPEED_TEST_SECONDS = 600.0
 """That an order waits for speed tests. Should their other ranks not answer, their sums time out by themselves."""

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from runtime.model.layers.shards import Shards, shards_of, state_of_rank
-from runtime.model.ranks.own_ranks import joined_state
-from runtime.model.state.holding import Holding
-from runtime.model.state.optimizer import UndoableOptimizer
-from runtime.worker.layer_messages import MessageError, PartName
-from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
-from runtime.worker.layer_sender import Layers, LayerSender
-from runtime.worker.layer_store import ByRank, LayerStore
-from runtime.worker.sockets import Sockets
+from slipstream.runtime.model.layers.shards import Shards, shards_of, state_of_rank
+from slipstream.runtime.model.ranks.own_ranks import joined_state
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.worker.layer_messages import MessageError, PartName
+from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
+from slipstream.runtime.worker.layer_sender import Layers, LayerSender
+from slipstream.runtime.worker.layer_store import ByRank, LayerStore
+from slipstream.runtime.worker.sockets import Sockets
 
 
 class _RankLayers:

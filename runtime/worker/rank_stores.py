@@ -3,12 +3,12 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from runtime.model.ranks.rank_holding import RankHolding
-from runtime.model.state.parts import Cut, Elements
-from runtime.protocol.to_coordinator import Kept
-from runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.runtime.model.ranks.rank_holding import RankHolding
+from slipstream.runtime.model.state.parts import Cut, Elements
+from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 StandIn = Callable[[], AbstractContextManager[None]]
 """In what this gives, the thread is one of the ranks."""

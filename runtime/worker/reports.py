@@ -3,15 +3,15 @@
 import math
 import queue
 
-from runtime.model.state.clipping import watches_gradients
-from runtime.model.state.steps import Steps
-from runtime.protocol.to_coordinator import Ran, Validated
-from runtime.protocol.to_worker import Acknowledged, Factor
-from runtime.replay.recorder import Recorder
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.activity import WAITS
-from runtime.worker.connections import OrderEndedError
-from runtime.worker.context import OrderContext
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.to_coordinator import Ran, Validated
+from slipstream.runtime.protocol.to_worker import Acknowledged, Factor
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.activity import WAITS
+from slipstream.runtime.worker.connections import OrderEndedError
+from slipstream.runtime.worker.context import OrderContext
 
 ANSWER_SECONDS = 600.0
 """The coordinator acknowledges an iteration in a millisecond."""

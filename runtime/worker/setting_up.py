@@ -8,35 +8,35 @@ from functools import partial
 
 import torch
 
-from runtime.config import RunConfig
-from runtime.model.computing.forms import forms
-from runtime.model.data.data import load_corpus, load_validation
-from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from runtime.model.layers.sharing import Sharing, sharing_of
-from runtime.model.layers.worker_group import enter_group, standing_in
-from runtime.model.ranks.own_ranks import RankForms
-from runtime.model.ranks.rank_holding import RankHolding
-from runtime.model.ranks.rank_parts import RankParts
-from runtime.model.state.followed_part import SteppedPart
-from runtime.model.state.holding import Holding, build_holding, keeps_parts
-from runtime.model.state.part_state import PartState
-from runtime.processes.worker_start import WorkerSpec
-from runtime.protocol.failure_injection import Injector
-from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
-from runtime.protocol.to_worker import Leave
-from runtime.replay.placement import Placement
-from runtime.torch_private import TCPStore
-from runtime.worker.checkpoint_reader import CheckpointReader
-from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.context import WorkerContext, WorkerLink
-from runtime.worker.device_memory import DeviceMemory
-from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
-from runtime.worker.layer_sender import LayerSender
-from runtime.worker.layer_store import LayerStore
-from runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
-from runtime.worker.rank_stores import RankStores
-from schedules.schedule import Worker
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.data.data import load_corpus, load_validation
+from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import Sharing, sharing_of
+from slipstream.runtime.model.layers.worker_group import enter_group, standing_in
+from slipstream.runtime.model.ranks.own_ranks import RankForms
+from slipstream.runtime.model.ranks.rank_holding import RankHolding
+from slipstream.runtime.model.ranks.rank_parts import RankParts
+from slipstream.runtime.model.state.followed_part import SteppedPart
+from slipstream.runtime.model.state.holding import Holding, build_holding, keeps_parts
+from slipstream.runtime.model.state.part_state import PartState
+from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
+from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
+from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.torch_private import TCPStore
+from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
+from slipstream.runtime.worker.checkpointer import Checkpointer
+from slipstream.runtime.worker.context import WorkerContext, WorkerLink
+from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
+from slipstream.runtime.worker.rank_stores import RankStores
+from slipstream.schedules.schedule import Worker
 
 STORE_TIMEOUT = timedelta(seconds=10)
 """Of a coordinator that listens, or is gone."""

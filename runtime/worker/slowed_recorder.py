@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.model.layers.worker_group import WorkerGroup
-from runtime.protocol.failure_injection import Slowdown, factor_at
-from runtime.replay.recorder import Recorder
-from schedules.schedule import COMPUTE_KINDS, Op
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.protocol.failure_injection import Slowdown, factor_at
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op
 
 SIZE = 64
 """Of the matrices that are multiplied to spend time: a product takes microseconds."""

@@ -2,15 +2,15 @@
 
 import torch
 
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Microbatch
-from runtime.model.layers.calling import on_device
-from runtime.model.passed import Form, Value, gradient_form, made
-from runtime.protocol.to_worker import MeasureSpeed
-from runtime.replay.recorder import OpTime
-from runtime.worker.context import WorkerContext
-from runtime.worker.slowed_recorder import recorder_for
-from schedules.schedule import Op, OpKind
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.layers.calling import on_device
+from slipstream.runtime.model.passed import Form, Value, gradient_form, made
+from slipstream.runtime.protocol.to_worker import MeasureSpeed
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.runtime.worker.context import WorkerContext
+from slipstream.runtime.worker.slowed_recorder import recorder_for
+from slipstream.schedules.schedule import Op, OpKind
 
 ROUNDS = 8
 """Micro-batches that are run. The first one warms up."""

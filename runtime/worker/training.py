@@ -6,23 +6,23 @@ from functools import partial
 
 from torch import Tensor
 
-from runtime.model.computing.slices import Slices
-from runtime.model.data.data import Data, Microbatch, is_evaluated
-from runtime.model.data.loss_weights import LossWeights
-from runtime.model.layers.calling import Batch, on_device
-from runtime.model.state.clipping import watches_gradients
-from runtime.model.state.holding import keeps_parts
-from runtime.model.state.part_state import PartState, pack_parts, unpack_parts
-from runtime.model.state.steps import Steps
-from runtime.protocol.to_coordinator import Started
-from runtime.replay.communication import Communicator
-from runtime.replay.evaluation import Evaluation, EvaluationMode
-from runtime.replay.exchange import Exchange
-from runtime.replay.executor import Executor
-from runtime.worker.context import OrderContext, WorkerContext
-from runtime.worker.reports import OrderStoppedError, Reports
-from runtime.worker.slowed_recorder import recorder_for
-from schedules.schedule import OpKind, Schedule
+from slipstream.runtime.model.computing.slices import Slices
+from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated
+from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.layers.calling import Batch, on_device
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.holding import keeps_parts
+from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.to_coordinator import Started
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.worker.context import OrderContext, WorkerContext
+from slipstream.runtime.worker.reports import OrderStoppedError, Reports
+from slipstream.runtime.worker.slowed_recorder import recorder_for
+from slipstream.schedules.schedule import OpKind, Schedule
 
 
 class Training:

@@ -6,7 +6,7 @@ and swaps of two samples that shorten it are kept. Balancing the totals of pipel
 where that begins; what counts beyond is the order, and which samples go to names that others run for a failed worker.
 """
 
-from schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
-from schedules.dealing.lengths import costs_of, read_lengths
+from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
+from slipstream.schedules.dealing.lengths import costs_of, read_lengths
 
 __all__ = ["CostError", "Costs", "Dealer", "Dealt", "costs_of", "read_lengths", "require_costs"]

@@ -6,10 +6,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from schedules.dealing.kernel import Arrays, Ints
-from schedules.graph import groups
-from schedules.schedule import Op, OpKind, Schedule, Worker
-from schedules.timing import Step, steps_of
+from slipstream.schedules.dealing.kernel import Arrays, Ints
+from slipstream.schedules.graph import groups
+from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
+from slipstream.schedules.timing import Step, steps_of
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
 """The columns that costs have of each slice."""

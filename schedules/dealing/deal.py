@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from schedules.dealing.arrays import arrays_of, shares_of
-from schedules.dealing.kernel import Ints, improve, replay
-from schedules.schedule import Schedule
+from slipstream.schedules.dealing.arrays import arrays_of, shares_of
+from slipstream.schedules.dealing.kernel import Ints, improve, replay
+from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
 """Costs are rounded to millionths of the mean. From there on all numbers are whole: all machines find the same."""

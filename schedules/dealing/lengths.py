@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from schedules.dealing.deal import CostError, Costs
+from slipstream.schedules.dealing.deal import CostError, Costs
 
 MAX_BYTES = 2**28
 

@@ -7,11 +7,11 @@ from functools import cached_property
 
 import msgspec
 
-from schedules.equal import equal_groups
-from schedules.graph import programs_of
-from schedules.layers import joined_ranges, layers_text
-from schedules.precedence import OpKey, op_key
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
+from slipstream.schedules.equal import equal_groups
+from slipstream.schedules.graph import programs_of
+from slipstream.schedules.layers import joined_ranges, layers_text
+from slipstream.schedules.precedence import OpKey, op_key
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 Route = Sequence[int]
 """The slices that a micro-batch passes, in order."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from schedules.layers import joined_ranges, layers_text
-from schedules.precedence import OpKey, op_key
-from schedules.rules.case import Case, Route, Violation, listed
-from schedules.schedule import LayerRange, Op, OpKind, Worker
+from slipstream.schedules.layers import joined_ranges, layers_text
+from slipstream.schedules.precedence import OpKey, op_key
+from slipstream.schedules.rules.case import Case, Route, Violation, listed
+from slipstream.schedules.schedule import LayerRange, Op, OpKind, Worker
 
 
 def each_once(case: Case) -> Iterator[Violation]:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
-from schedules.graph import require_acyclic
-from schedules.layers import layers_text, total
-from schedules.memory import memory_profile
-from schedules.rules.case import Case, Violation, listed
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Memory, Op, OpKind, Seat
+from slipstream.schedules.graph import require_acyclic
+from slipstream.schedules.layers import layers_text, total
+from slipstream.schedules.memory import memory_profile
+from slipstream.schedules.rules.case import Case, Violation, listed
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Memory, Op, OpKind, Seat
 
 
 def hosts(case: Case) -> Iterator[Violation]:

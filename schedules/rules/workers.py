@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from schedules.layers import joined_ranges, layers_text
-from schedules.rules.case import Case, Violation
-from schedules.schedule import LayerRange, Worker
+from slipstream.schedules.layers import joined_ranges, layers_text
+from slipstream.schedules.rules.case import Case, Violation
+from slipstream.schedules.schedule import LayerRange, Worker
 
 
 def live_workers(case: Case) -> Iterator[Violation]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schedules.codec import MAX_OPS, validate
-from schedules.schedule import Program, ProgramOp, Schedule, Seat
-from schedules.tables.file import Basis, Entry, EntryCosts, TableError
+from slipstream.schedules.codec import MAX_OPS, validate
+from slipstream.schedules.schedule import Program, ProgramOp, Schedule, Seat
+from slipstream.schedules.tables.file import Basis, Entry, EntryCosts, TableError
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> Entry:

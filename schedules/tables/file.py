@@ -14,9 +14,9 @@ from typing import Annotated
 
 import msgspec
 
-from schedules.document import DocumentError, DocumentKind
-from schedules.files import read_at_most
-from schedules.schedule import (
+from slipstream.schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.files import read_at_most
+from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
     LayerRange,

@@ -1,7 +1,7 @@
 """What workers that play other roles than their own have to load."""
 
-from schedules.layers import layers_in
-from schedules.schedule import Grid, Schedule, Seat, Worker
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import Grid, Schedule, Seat, Worker
 
 
 def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from schedules.schedule import Grid, Memory, Times, Worker
+from slipstream.schedules.schedule import Grid, Memory, Times, Worker
 
 Columns = tuple[int, ...]
 """The columns that one pipeline lost, ascending."""

@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.memory import room
-from schedules.schedule import LayerRange, OpKind, Program, Schedule, Seat, Worker
-from schedules.tables.moves import layers_lacked
-from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
-from schedules.tables.spread import Nodes, spread
+from slipstream.schedules.memory import room
+from slipstream.schedules.schedule import LayerRange, OpKind, Program, Schedule, Seat, Worker
+from slipstream.schedules.tables.moves import layers_lacked
+from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
+from slipstream.schedules.tables.spread import Nodes, spread
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)

@@ -9,9 +9,9 @@ period stays what it is.
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
-from schedules.memory import room
-from schedules.schedule import Schedule, Seat, Worker
-from schedules.tables.moves import layers_lacked
+from slipstream.schedules.memory import room
+from slipstream.schedules.schedule import Schedule, Seat, Worker
+from slipstream.schedules.tables.moves import layers_lacked
 
 Nodes = Sequence[Sequence[Worker]]
 """The workers of each machine."""

@@ -13,11 +13,11 @@ from typing import Self
 
 import msgspec
 
-from schedules.check import check
-from schedules.codec import validate
-from schedules.schedule import Schedule, Seat, Worker
-from schedules.tables.entry_codec import decode_entry
-from schedules.tables.file import (
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import validate
+from slipstream.schedules.schedule import Schedule, Seat, Worker
+from slipstream.schedules.tables.entry_codec import decode_entry
+from slipstream.schedules.tables.file import (
     ENTRIES,
     ENTRY_KIND,
     INDEX,
@@ -37,10 +37,10 @@ from schedules.tables.file import (
     read_index,
     read_verified,
 )
-from schedules.tables.moves import layers_lacked
-from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
-from schedules.tables.relabel import preload, relabel
-from schedules.tables.spread import Nodes
+from slipstream.schedules.tables.moves import layers_lacked
+from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
+from slipstream.schedules.tables.relabel import preload, relabel
+from slipstream.schedules.tables.spread import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """The tables that come with Slipstream, a folder for each."""

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from runtime.coordinator.event_log import EventLog
-from runtime.events import (
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.events import (
     CheckpointWritten,
     Failed,
     FetchBegun,
@@ -18,8 +18,8 @@ from runtime.events import (
     Started,
     encode,
 )
-from schedules import codec
-from schedules.schedule import Worker
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import COMMANDS, app, load
+from slipstream.cli.app import COMMANDS, app, load
 from tests.patience import SECONDS
 
 
@@ -40,6 +40,6 @@ def test_an_unknown_command_exits_2():
 
 @pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["check", "--help"], ["show", "--help"]])
 def test_planning_does_not_wait_for_torch(command):
-    code = f"import sys; from typer.testing import CliRunner; from cli.app import app; " \
+    code = f"import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
            f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0

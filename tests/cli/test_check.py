@@ -5,12 +5,12 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.job.file import parse_job
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_with
-from schedules.codec import encode, write
-from schedules.schedule import Worker
+from slipstream.cli.app import app
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_with
+from slipstream.schedules.codec import encode, write
+from slipstream.schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand
 

@@ -7,7 +7,7 @@ from tests.patience import SECONDS
 from tests.runtime.running import command_environment
 
 PROGRAM = """
-from cli.shared.console import err
+from slipstream.cli.shared.console import err
 print("starts", flush=True)
 input()
 for number in range(3):
@@ -29,7 +29,7 @@ def test_work_goes_on_where_nobody_reads_stderr_any_more():
 
 WIDE = """
 from rich.table import Table
-from cli.shared.console import out
+from slipstream.cli.shared.console import out
 table = Table("policy", "mostly")
 table.add_row("slipstream", "slower even when whole " * 8)
 out.print(table)

@@ -5,17 +5,17 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.shared.degraded_workers import may_degrade, with_less_room
-from planner.degraded import with_degraded
-from planner.failures import has_room
-from planner.job.file import parse_job
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.coordinator.planning import NoScheduleError
-from schedules.check import check
-from schedules.memory import memory_peaks, room
-from schedules.schedule import Worker
+from slipstream.cli.app import app
+from slipstream.cli.shared.degraded_workers import may_degrade, with_less_room
+from slipstream.planner.degraded import with_degraded
+from slipstream.planner.failures import has_room
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.schedules.check import check
+from slipstream.schedules.memory import memory_peaks, room
+from slipstream.schedules.schedule import Worker
 
 TEXT = """
 pipelines = 2

@@ -7,10 +7,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import cli.doctor
-from cli.app import app
-from runtime.tools.self_test import SelfTest, SelfTestError
-from schedules.check import Violation
+import slipstream.cli.doctor
+from slipstream.cli.app import app
+from slipstream.runtime.tools.self_test import SelfTest, SelfTestError
+from slipstream.schedules.check import Violation
 from tests.patience import SECONDS
 from tests.runtime.running import wait_until_gone
 
@@ -48,7 +48,7 @@ def test_a_missing_package(monkeypatch):
 
 def test_a_broken_planner_is_told(monkeypatch):
     broken = Violation("memory", "worker 0.0 holds too much")
-    monkeypatch.setattr("schedules.check.check", lambda schedule: [broken])
+    monkeypatch.setattr("slipstream.schedules.check.check", lambda schedule: [broken])
     found = next(iter(cli.doctor._planning()))
     assert found.status == "failed" and "worker 0.0 holds too much" in found.detail
 
@@ -70,6 +70,6 @@ def test_a_process_that_dies_is_named():
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from typer.testing import CliRunner; from cli.app import app; " \
+    code = "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
            "done = CliRunner().invoke(app, ['doctor', '--help']); sys.exit(done.exit_code or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0

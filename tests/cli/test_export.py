@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.plan import plan_job
-from schedules import codec
-from schedules.schedule import Worker
-from schedules.torchcsv import TorchCsvError, write_order
+from slipstream.cli.app import app
+from slipstream.planner.plan import plan_job
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.torchcsv import TorchCsvError, write_order
 from tests import general
 from tests.generate import SHED, by_hand
 from tests.jobs import grid

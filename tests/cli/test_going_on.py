@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from runtime import launch
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.protocol.authentication import VARIABLE
+from slipstream.cli.app import app
+from slipstream.runtime import launch
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.protocol.authentication import VARIABLE
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command
 from tests.runtime.pacing import after_each_iteration, hold_at

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import COMMANDS, app
-from cli.shared.version import version
-from schedules.codec import write
+from slipstream.cli.app import COMMANDS, app
+from slipstream.cli.shared.version import version
+from slipstream.schedules.codec import write
 from tests.generate import BROKEN, by_hand
 from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "cli" / "jobs"
-SLIPSTREAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'slipstream'; from cli.start import main; main()"]
+SLIPSTREAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'slipstream'; from slipstream.cli.start import main; main()"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 ENVIRONMENT = {name: value for name, value in os.environ.items()
@@ -54,7 +54,7 @@ def test_version_of_a_source_tree_that_is_not_installed(monkeypatch):
         raise PackageNotFoundError(name)
 
     expected = version()
-    monkeypatch.setattr("cli.shared.version.distribution", none)
+    monkeypatch.setattr("slipstream.cli.shared.version.distribution", none)
     assert version() == expected
 
 
@@ -260,7 +260,7 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused(arguments):
 
 INTERRUPTED = """
 import os, signal, sys, threading
-import cli.app
+import slipstream.cli.app
 load = cli.app.load
 
 def loaded(name):
@@ -271,7 +271,7 @@ def loaded(name):
     return command
 
 cli.app.load = loaded
-from cli.start import main
+from slipstream.cli.start import main
 main()
 """
 """Ctrl-C, as a terminal sends it to all processes of a command, so many seconds after its module has been imported."""

@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from schedules.check import check
-from schedules.codec import read
-from schedules.schedule import Worker
+from slipstream.cli.app import app
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import read
+from slipstream.schedules.schedule import Worker
 from tests.cli.test_table import JOB
 
 pytestmark = pytest.mark.usefixtures("counted_steps")

@@ -4,11 +4,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.job.file import parse_job, read_job
-from planner.job.presets import preset, preset_names
-from planner.plan import plan_job
-from schedules import codec
+from slipstream.cli.app import app
+from slipstream.planner.job.file import parse_job, read_job
+from slipstream.planner.job.presets import preset, preset_names
+from slipstream.planner.plan import plan_job
+from slipstream.schedules import codec
 from tests.jobs import grid
 
 MODEL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--sequence", 2048, "--vocabulary", 50_000, "--gpu", "a100",

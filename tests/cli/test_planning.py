@@ -3,11 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.failures import FailurePlanner
-from planner.job.file import read_job
-from planner.plan import plan_job
-from planner.search import compiled
+from slipstream.cli.app import app
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.file import read_job
+from slipstream.planner.plan import plan_job
+from slipstream.planner.search import compiled
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.profile import job_tables
-from planner.job.file import Job, parse_job, read_job
-from planner.job.layers import layer_costs
-from planner.job.writer import job_text
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from runtime.model.layers.layered_model import model_for
-from runtime.model.layers.worker_group import standing_in
-from runtime.processes import fork_server
-from runtime.tools.profile import Profile, profile
-from runtime.tools.stage_bench import StageProfile
+from slipstream.cli.app import app
+from slipstream.cli.profile import job_tables
+from slipstream.planner.job.file import Job, parse_job, read_job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.writer import job_text
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.processes import fork_server
+from slipstream.runtime.tools.profile import Profile, profile
+from slipstream.runtime.tools.stage_bench import StageProfile
 from tests.runtime.forked import own_fork_server
 
 JOB = """
@@ -52,7 +52,7 @@ device = "cpu"
 @pytest.fixture(autouse=True, scope="module")
 def _quick_fork_servers() -> Iterator[None]:
     """Forked where torch is imported already; `runtime.processes.test_children` has one that is started."""
-    import_module("cli.train")  # else what that imports would keep what is put in the place of the class
+    import_module("slipstream.cli.train")  # else what that imports would keep what is put in the place of the class
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "ForkServer", own_fork_server)
         yield

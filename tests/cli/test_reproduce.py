@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
+from slipstream.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
 

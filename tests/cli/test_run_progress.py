@@ -2,9 +2,9 @@
 
 import pytest
 
-from cli.shared import run_progress
-from cli.shared.run_progress import RunProgress
-from runtime.events import (
+from slipstream.cli.shared import run_progress
+from slipstream.cli.shared.run_progress import RunProgress
+from slipstream.runtime.events import (
     FetchAbandoned,
     FetchBegun,
     FetchProgressed,

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.drawing.perfetto import perfetto_trace
-from cli.drawing.svg_timeline import drawing
-from cli.drawing.text_timeline import MAX_ROWS, timeline
-from cli.timeline_page import Shown, timeline_page
-from schedules.codec import write
-from schedules.measured_trace import MeasuredTrace, write_measured_trace
-from schedules.schedule import Memory, OpKind, Worker
+from slipstream.cli.app import app
+from slipstream.cli.drawing.perfetto import perfetto_trace
+from slipstream.cli.drawing.svg_timeline import drawing
+from slipstream.cli.drawing.text_timeline import MAX_ROWS, timeline
+from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.schedules.codec import write
+from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
+from slipstream.schedules.schedule import Memory, OpKind, Worker
 from tests.general import general_schedules, layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand, measured_of, planned, schedules
 from tests.jobs import grid

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cli import simulate
-from cli.app import app
-from cli.drawing.simulation_report import COLOURS, colour
-from cli.fleet.policies import POLICIES
-from cli.fleet.throughput import Throughputs
+from slipstream.cli import simulate
+from slipstream.cli.app import app
+from slipstream.cli.drawing.simulation_report import COLOURS, colour
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.job.file import parse_job
-from planner.job.presets import preset
-from runtime import launch
-from runtime.protocol.authentication import VARIABLE
-from runtime.protocol.rendezvous import host_store
-from schedules import codec
-from schedules.check import check
-from schedules.schedule import Worker
-from schedules.tables.table import Table
+from slipstream.cli.app import app
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.job.presets import preset
+from slipstream.runtime import launch
+from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.schedules import codec
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.table import Table
 from tests.jobs import grid
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher
@@ -69,7 +69,7 @@ def train(*arguments: object):
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from cli.app import main; main()", "train", *map(str, arguments)]
+    command = [sys.executable, "-c", "from slipstream.cli.app import main; main()", "train", *map(str, arguments)]
     root = Path(__file__).parents[2]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
                             env={**os.environ, "PYTHONPATH": str(root), VARIABLE: "0123456789abcdef"},
@@ -319,7 +319,7 @@ def test_a_job_that_names_no_model_is_refused_before_it_is_planned(tmp_path):
 ])
 def test_what_cannot_be_trained_is_refused_before_it_is_planned(change, arguments, says, job, monkeypatch):
     monkeypatch.chdir(job.parent)
-    monkeypatch.setattr("cli.train.make_plan", lambda *_, **__: pytest.fail("it is planned"))
+    monkeypatch.setattr("slipstream.cli.train.make_plan", lambda *_, **__: pytest.fail("it is planned"))
     job.write_text(JOB.replace(*change) if change[0] else JOB)
     refused = train("job.toml", *arguments)
     assert refused.exit_code == 2 and says in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.job.file import read_job
-from planner.plan import plan_job
-from schedules.codec import write
+from slipstream.cli.app import app
+from slipstream.planner.job.file import read_job
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.codec import write
 from tests.jobs import grid
 
 pytestmark = pytest.mark.usefixtures("counted_steps")

@@ -17,7 +17,7 @@ SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "schedules/__init__.py", "planner/__init__.py")
 MODEL = """
 import helper
-from runtime.model.layers.gpt import GPT
+from slipstream.runtime.model.layers.gpt import GPT
 
 def model(config, seed, dtype, device):
     return GPT(config, seed, dtype, device)
@@ -68,7 +68,7 @@ def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(
 @pytest.mark.parametrize(("name", "model", "clash"), [
     ("queue:model", MODEL, "queue"), ("msgspec:model", MODEL, "msgspec"),
     ("own:model", "import colorsys\n" + MODEL, "colorsys"), ("own:model", "import runtime\n" + MODEL, "runtime"),
-    ("own:model", "from runtime.speed import fast\n", "runtime")],
+    ("own:model", "from slipstream.runtime.speed import fast\n", "runtime")],
     ids=["named", "named, and loaded already", "imported", "imported, and ours", "imported, and not there in ours"])
 def test_two_modules_of_one_name_are_refused_with_both_files(name, model, clash, tmp_path):
     """By a command that is forked where torch is imported already."""

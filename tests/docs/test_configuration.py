@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.config import ParameterGroup, TrainingConfig
+from slipstream.runtime.config import ParameterGroup, TrainingConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app, load
-from cli.shared import planning
-from planner import PlanOptions, normalised, parse_job, plan_job
-from planner.job.presets import preset
-from planner.progress import ProgressCallback
-from schedules.schedule import Worker
+from slipstream.cli.app import app, load
+from slipstream.cli.shared import planning
+from slipstream.planner import PlanOptions, normalised, parse_job, plan_job
+from slipstream.planner.job.presets import preset
+from slipstream.planner.progress import ProgressCallback
+from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 from tests.runtime.launchers import Launcher
 

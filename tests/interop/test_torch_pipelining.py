@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
-from planner.job.file import JobError, parse_job
-from planner.job.profiler_trace import ProfilerTraceError, read_ranges, stage_times
-from planner.judge import judge_order
-from planner.plan import plan_job
-from schedules.check import check
-from schedules.precedence import op_key
-from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
-from schedules.torchcsv import TorchCsvError, read_order, write_order
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.profiler_trace import ProfilerTraceError, read_ranges, stage_times
+from slipstream.planner.judge import judge_order
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.check import check
+from slipstream.schedules.precedence import op_key
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Worker
+from slipstream.schedules.torchcsv import TorchCsvError, read_order, write_order
 from tests.generate import schedules
 from tests.interop.running import run_ranks
 from tests.interop.torch_orders import SIZES

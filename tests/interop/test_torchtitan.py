@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from planner.plan import plan_job
-from schedules import codec
-from schedules.schedule import Worker
+from slipstream.cli.app import app
+from slipstream.planner.plan import plan_job
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import Worker
 from tests import general
 from tests.generate import SHED, by_hand
 from tests.interop.running import run_ranks

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from runtime.api import ModelConfig, derive_seed, seeded
+from slipstream.runtime.api import ModelConfig, derive_seed, seeded
 
 SECONDS = 0.01
 

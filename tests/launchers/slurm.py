@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.authentication import VARIABLE
 from tests.launchers.processes import SECONDS, kill_all, launcher, parent, wait_until, with_variable
 from tests.runtime.processes.torchrun import environment_of
 from tests.runtime.running import command_environment, free_port

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.processes.launchers import Launched, launched
-from runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.processes.launchers import Launched, launched
+from slipstream.runtime.protocol.rendezvous import Rendezvous
 from tests.launchers.documents import blocks
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.protocol.authentication import VARIABLE
 from tests.launchers import paced_model
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import kill_all, launcher, wait_until, with_variable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoints.checkpoint import Checkpoint, latest
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, latest
 from tests.launchers import paced_model, slurm
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import wait_until

@@ -7,11 +7,11 @@ import time
 import msgspec
 import pytest
 
-from planner.budget import STEP_SECONDS, Budget, Clock, StepClock
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from schedules.codec import encode
-from schedules.schedule import Worker
+from slipstream.planner.budget import STEP_SECONDS, Budget, Clock, StepClock
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 JOB = grid(3, 4, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
@@ -35,7 +35,7 @@ def test_one_seed_gives_one_plan_also_on_a_busy_machine(layers, slices, monkeypa
             sum(range(1000))
 
     interval, beside = sys.getswitchinterval(), threading.Thread(target=busy)
-    monkeypatch.setattr("planner.budget.time.monotonic", lambda: begin + 1e6)
+    monkeypatch.setattr("slipstream.planner.budget.time.monotonic", lambda: begin + 1e6)
     sys.setswitchinterval(interval / 100)
     beside.start()
     try:

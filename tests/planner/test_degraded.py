@@ -3,17 +3,17 @@
 import pytest
 from msgspec.structs import replace
 
-from planner.degraded import degradable, with_degraded
-from planner.job.file import parse_job
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_with
-from planner.recompute import recomputing
-from schedules.check import check
-from schedules.codec import decode, encode
-from schedules.costs import Room
-from schedules.memory import memory_peaks, room
-from schedules.schedule import Worker
+from slipstream.planner.degraded import degradable, with_degraded
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_with
+from slipstream.planner.recompute import recomputing
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.costs import Room
+from slipstream.schedules.memory import memory_peaks, room
+from slipstream.schedules.schedule import Worker
 
 SLOW = Worker(1, 0)
 

@@ -6,25 +6,25 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-import cli.plan
-from cli.fleet.availability_trace import AvailabilityTrace, Change
-from cli.fleet.loads import Loads
-from planner.claims import proven_bound
-from planner.job.file import JobError, parse_job
-from planner.job.layers import layer_costs
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.model.layout_bound import most_forward
-from planner.model.ticks import tick_of
-from planner.normalise import normalised
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_with
-from planner.portfolio import _rounding, any_layers_bound
-from schedules import codec
-from schedules.check import check
-from schedules.costs import Room
-from schedules.schedule import Worker
-from schedules.tables.relabel import relabel
+import slipstream.cli.plan
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.loads import Loads
+from slipstream.planner.claims import proven_bound
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.layout_bound import most_forward
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.normalise import normalised
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_with
+from slipstream.planner.portfolio import _rounding, any_layers_bound
+from slipstream.schedules import codec
+from slipstream.schedules.check import check
+from slipstream.schedules.costs import Room
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.relabel import relabel
 from tests.jobs import grid
 
 ONE = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"

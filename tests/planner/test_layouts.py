@@ -5,18 +5,18 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from planner.budget import Budget
-from planner.layout.candidates import candidates, finer_slices
-from planner.layout.types import Layout, MicroBatch, Stop
-from planner.model.assemble import build_schedule
-from planner.model.bounds import exact_bound, lower_bound
-from planner.model.decompose import decompose
-from planner.model.from_job import build_problem, layout_problem, problem_of_layout
-from planner.options import PlanOptions
-from planner.plan import plan_only, plan_with
-from planner.search.engine import solve
-from schedules.check import check
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.candidates import candidates, finer_slices
+from slipstream.planner.layout.types import Layout, MicroBatch, Stop
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import exact_bound, lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only, plan_with
+from slipstream.planner.search.engine import solve
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
 
 PER_STAGE = 4
@@ -145,7 +145,7 @@ def test_a_bound_with_slices_counts_parts_of_ticks():
 
 def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
     """Settled plans of a simulation tell nothing."""
-    monkeypatch.setattr("planner.search.engine.LayoutBound", None)
+    monkeypatch.setattr("slipstream.planner.search.engine.LayoutBound", None)
     options = PlanOptions(method="greedy", layers="move", steps=120_000)
     made = plan_only(options, layered(4, 4, 8), [Worker(1, 2)])
     assert made.schedule.status == "feasible"
@@ -161,7 +161,7 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
             made.append(layout)
             yield layout
 
-    monkeypatch.setattr("planner.portfolio.candidates", counted)
+    monkeypatch.setattr("slipstream.planner.portfolio.candidates", counted)
     counts = []
     for steps in (24_000, 800_000):
         plan_only(PlanOptions(method="greedy", layers="move", steps=steps), layered(4, 4, 8), [Worker(1, 2)])

@@ -5,16 +5,16 @@ from itertools import combinations, product
 import msgspec
 import pytest
 
-from planner import normalise
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError
-from planner.normalise import Windows, candidates, normal_form, normalised
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_only
-from schedules.check import check
-from schedules.codec import encode
-from schedules.schedule import Worker
-from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
+from slipstream.planner import normalise
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import Windows, candidates, normal_form, normalised
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_only
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
 from tests.jobs import grid
 
 GREEDY = PlanOptions(method="greedy", steps=24_000_000)

@@ -5,16 +5,24 @@ import threading
 import msgspec
 import pytest
 
-from planner.budget import Budget, Clock, End, Tally
-from planner.model.from_job import build_problem
-from planner.options import PlanOptions
-from planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, ParamsError, SearchParams, read_params
-from planner.plan import plan_only, plan_with
-from planner.reference import FaultFree
-from planner.search.annealing.chain import OPERATORS
-from planner.search.engine import solve
-from schedules.codec import encode
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget, Clock, End, Tally
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import (
+    DEFAULTS,
+    AnnealingParams,
+    CpSatParams,
+    ListParams,
+    ParamsError,
+    SearchParams,
+    read_params,
+)
+from slipstream.planner.plan import plan_only, plan_with
+from slipstream.planner.reference import FaultFree
+from slipstream.planner.search.annealing.chain import OPERATORS
+from slipstream.planner.search.engine import solve
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 JOB = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",

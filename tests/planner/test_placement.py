@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.job.file import JobError, parse_job
-from planner.plan import plan_job
-from schedules import codec
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.plan import plan_job
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import OpKind, Worker
 
 
 def job(stages: int, microbatches: int, capacity: int, *, ticks: int, order: str, pipelines: int = 1):

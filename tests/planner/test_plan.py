@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.job.file import JobError
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError
-from planner.model.start_times import earliest, period, solution_period, timed
-from planner.options import PlanOptions
-from planner.plan import plan_job, plan_with
-from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.list_scheduler import DispatchRule, ListScheduler
-from schedules.check import check
-from schedules.codec import encode
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.job.file import JobError
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.start_times import earliest, period, solution_period, timed
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job, plan_with
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import failures, grid, jobs
 
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))

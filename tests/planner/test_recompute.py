@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.job.file import Job, JobError, parse_job
-from planner.job.layers import layer_costs
-from planner.model.problem import NoPlanError
-from planner.options import PlanOptions
-from planner.plan import plan_job
-from planner.recompute import choose_recomputation, recomputing
-from schedules.check import check
+from slipstream.planner.job.file import Job, JobError, parse_job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job
+from slipstream.planner.recompute import choose_recomputation, recomputing
+from slipstream.schedules.check import check
 from tests.jobs import jobs
 
 QUICK = PlanOptions(steps=2_000_000)

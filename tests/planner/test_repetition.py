@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
-from planner import repetition
-from planner.budget import Clock, StepClock
-from planner.model.bounds import lower_bound
-from planner.model.decompose import decompose
-from planner.model.from_job import build_problem
-from planner.options import PlanOptions
-from planner.plan import plan_only, plan_with
-from planner.repetition import (
+from slipstream.planner import repetition
+from slipstream.planner.budget import Clock, StepClock
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only, plan_with
+from slipstream.planner.repetition import (
     SAMPLE,
     Blocks,
     Pace,
@@ -28,8 +28,8 @@ from planner.repetition import (
     repeated,
     sample_of,
 )
-from schedules.check import check
-from schedules.schedule import OpKind, Worker
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import failures, jobs
 
 GREEDY = PlanOptions(method="greedy", time_limit=0.01)

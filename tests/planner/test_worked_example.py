@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cli
-from planner.job.file import Job, parse_job, read_job
-from planner.plan import Plan, plan_job
-from schedules.schedule import Worker
+from slipstream.planner.job.file import Job, parse_job, read_job
+from slipstream.planner.plan import Plan, plan_job
+from slipstream.schedules.schedule import Worker
 
 JOB = Path(cli.__file__).parent / "jobs" / "worked-example.toml"
 DEAD = Worker(1, 2)

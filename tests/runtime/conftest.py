@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.fork_server import ForkServer
 from tests.runtime.forked import own_fork_server
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from runtime.api import Shard, cut_parameters, derive_seed, for_all_ranks, seeded, sum_ranks, worker_group
+from slipstream.runtime.api import Shard, cut_parameters, derive_seed, for_all_ranks, seeded, sum_ranks, worker_group
 
 
 class Embedding(nn.Module):

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.failures import FailurePlanner, job_at
-from planner.job.file import Job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from runtime.config import RunConfig
-from runtime.coordinator.planning import Held, Scheduler, Speeds
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.events import Event
-from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoints.checkpoint import latest, load
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.stop_signals import RunStopped
-from runtime.protocol.failure_injection import Action, Injection, Place
-from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from slipstream.planner.failures import FailurePlanner, job_at
+from slipstream.planner.job.file import Job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.coordinator.planning import Held, Scheduler, Speeds
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.events import Event
+from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.stop_signals import RunStopped
+from slipstream.runtime.protocol.failure_injection import Action, Injection, Place
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
 from tests.runtime.pacing import UntilBack
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.processes.fork_server import AdoptedForkServer, ForkServer, environment
-from runtime.processes.fork_server_messages import Adopted
-from runtime.processes.fork_server_process import _Server
+from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, environment
+from slipstream.runtime.processes.fork_server_messages import Adopted
+from slipstream.runtime.processes.fork_server_process import _Server
 from tests.runtime.launchers import START_SECONDS, Launcher
 
 HIGHEST = 4096

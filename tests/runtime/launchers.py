@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.fork_server_messages import ProcessSpec, load_target
-from runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec, load_target
+from slipstream.runtime.protocol.authentication import VARIABLE
 
 NUMBERS = itertools.count()
 START_SECONDS = 240.0
@@ -100,8 +100,8 @@ def command_in(folder: str, *words: str) -> int:
 
 def command(*words: str) -> int:
     """`slipstream` with these words, and with the secret of tests; the exit status."""
-    from cli.start import main
-    from runtime import launch, node_agent
+    from slipstream.cli.start import main
+    from slipstream.runtime import launch, node_agent
     from tests.runtime.forked import fork_server_of_launcher
 
     launch.ForkServer = node_agent.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.recovery import Recovery
-from runtime.events import Event, FetchBegun
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.events import Event, FetchBegun
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 
 FIRST_SECONDS, GROWTH, MOST_SECONDS = 0.05, 1.25, 5.0
 """Of the pauses between iterations: a process is started, and has its layers, within ten of them on an idle machine.

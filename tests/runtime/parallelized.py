@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from runtime.api import derive_seed, seeded, worker_group
+from slipstream.runtime.api import derive_seed, seeded, worker_group
 
 
 class Block(nn.Module):

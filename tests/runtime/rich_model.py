@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.api import Microbatch, ModelConfig, RunConfig, add_to_loss, derive_seed, seeded
+from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, add_to_loss, derive_seed, seeded
 
 EXPERTS = 3
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.job.file import Job, parse_job
-from planner.plan import plan_job
-from runtime.config import RunConfig, parse_run_config
-from runtime.events import EVENTS, METRICS, Metrics, decode_metrics
-from runtime.launch import RunResult
-from runtime.model.checkpoints.checkpoint import latest, load
-from runtime.model.checkpoints.parameters import load_parameters
-from runtime.protocol.authentication import VARIABLE
-from runtime.protocol.rendezvous import host_store
-from runtime.run_folder import CHECKPOINTS
-from runtime.tools.reference import ReferenceResult, reference_run
-from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.events import EVENTS, METRICS, Metrics, decode_metrics
+from slipstream.runtime.launch import RunResult
+from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.parameters import load_parameters
+from slipstream.runtime.protocol.authentication import VARIABLE
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.runtime.tools.reference import ReferenceResult, reference_run
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 ITERATIONS = 20
 ROOT = Path(__file__).parents[2]

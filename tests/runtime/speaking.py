@@ -4,10 +4,10 @@ import asyncio
 import hashlib
 import socket
 
-from planner.job.file import Job
-from runtime.config import RunConfig
-from runtime.node_agent import NodeJob
-from runtime.protocol.authentication import (
+from slipstream.planner.job.file import Job
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.node_agent import NodeJob
+from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
     TAG_BYTES,
@@ -17,9 +17,9 @@ from runtime.protocol.authentication import (
     Secret,
     introduce,
 )
-from runtime.protocol.channel import Frames, frame
-from runtime.worker.layer_messages import pack, read_message
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.channel import Frames, frame
+from slipstream.runtime.worker.layer_messages import pack, read_message
+from slipstream.schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from planner.job.file import parse_job
-from runtime.config import RunConfig, parse_run_config
-from runtime.launch import Resilience, run
-from runtime.protocol.failure_injection import Injection
-from schedules.schedule import Schedule, Worker
+from slipstream.planner.job.file import parse_job
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.schedules.schedule import Schedule, Worker
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 JOB = parse_job("pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\nbackward_input = [0, 1]\n"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.failures import FailurePlanner
-from runtime.launch import run
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.launch import run
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import LONG, at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny

@@ -14,11 +14,11 @@ from benchmarks import chaos_checks
 from benchmarks.chaos import TOLERANCE, switching, train_through
 from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
 from benchmarks.chaos_scenario import settings
-from runtime.events import Failed, Noted
-from runtime.processes.children import Children
-from runtime.processes.fork_server import ForkServer
-from runtime.tools.reference import ReferenceResult
-from schedules.schedule import Worker
+from slipstream.runtime.events import Failed, Noted
+from slipstream.runtime.processes.children import Children
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.tools.reference import ReferenceResult
+from slipstream.schedules.schedule import Worker
 from tests.runtime.processes.child import Life
 
 ITERATIONS = 24

@@ -1,6 +1,6 @@
 import pytest
 
-from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 
 
 def test_defaults_and_overrides() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime import launch
-from runtime.coordinator.coordinator import Coordinator
-from runtime.launch import run
+from slipstream.runtime import launch
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.launch import run
 from tests.runtime.failing import CONFIG, JOB, at, train
 from tests.runtime.running import losses_in, schedule_for
 

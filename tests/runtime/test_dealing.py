@@ -2,14 +2,14 @@
 
 import pytest
 
-from runtime.config import ConfigError
-from runtime.launch import run
-from runtime.model.data.loss_weights import LossWeights
-from runtime.model.microbatch import Microbatch
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Slowdown
-from runtime.replay.dealt_samples import DealtSamples
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Slowdown
+from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny

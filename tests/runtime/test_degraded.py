@@ -3,7 +3,7 @@ process."""
 
 import pytest
 
-from runtime.launch import Resilience, run
+from slipstream.runtime.launch import Resilience, run
 from tests.jobs import grid
 from tests.runtime.failing import planned
 from tests.runtime.running import (

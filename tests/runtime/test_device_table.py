@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import device
-from cli.app import app
-from runtime.processes import fork_server
+from slipstream.cli.app import app
+from slipstream.runtime.processes import fork_server
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher, command
 
@@ -39,7 +39,7 @@ def start(words, *, stdout, stderr):
 
 def settling_soon(*words):
     """`slipstream`, which plans a settled schedule in no more time than it must."""
-    from planner.failures import FailurePlanner
+    from slipstream.planner.failures import FailurePlanner
 
     FailurePlanner.__init__.__kwdefaults__["settled_seconds"] = SETTLED_SECONDS
     return command(*words)

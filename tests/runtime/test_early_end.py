@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from runtime.node_agent import _join_node
-from runtime.protocol import to_coordinator, to_worker
-from runtime.protocol.channel import Channel, Frames, frame
-from runtime.protocol.coordinator_link import CoordinatorLink
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
-from runtime.protocol.to_node_agent import NodeTaken
-from runtime.worker import main, setting_up
-from schedules.schedule import Worker
+from slipstream.runtime.node_agent import _join_node
+from slipstream.runtime.protocol import to_coordinator, to_worker
+from slipstream.runtime.protocol.channel import Channel, Frames, frame
+from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
+from slipstream.runtime.protocol.to_node_agent import NodeTaken
+from slipstream.runtime.worker import main, setting_up
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 from tests.runtime.speaking import SECRET, be_asked
 
@@ -94,7 +94,7 @@ def test_a_program_does_not_wait_for_plans_that_nobody_needs_any_more():
     script = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-import cli.app, cli.start
+import slipstream.cli.app, cli.start
 
 def app(prog_name):
     begun = threading.Event()

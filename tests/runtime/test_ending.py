@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.node_agent import join
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
-from runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.node_agent import join
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
+from slipstream.runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import GRACE_SECONDS, JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.config import ConfigError, parse_run_config
-from runtime.launch import Resilience, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.model.computing.slices import Slices, forms
-from runtime.model.data.data import load_corpus, load_validation
-from runtime.model.layers.layered_model import model_for
-from runtime.model.state.holding import build_holding
-from runtime.model.state.steps import Steps
-from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator
-from runtime.replay.evaluation import Evaluation, EvaluationMode
-from runtime.replay.exchange import Exchange
-from runtime.replay.membership import Membership
-from runtime.replay.placement import Placement
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.computing.slices import Slices, forms
+from slipstream.runtime.model.data.data import load_corpus, load_validation
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
 from tests.runtime.running import assert_same_evaluations, judge, schedule_for, tiny

@@ -8,13 +8,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from runtime.events import Event, Iteration, Kind, decode, decode_iteration
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Injection
-from schedules.codec import read
-from schedules.schedule import Worker
+from slipstream.runtime.events import Event, Iteration, Kind, decode, decode_iteration
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.schedules.codec import read
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import against, planned
 from tests.runtime.forked import own_fork_server

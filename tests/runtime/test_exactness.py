@@ -5,7 +5,7 @@
 
 import pytest
 
-from runtime.launch import run
+from slipstream.runtime.launch import run
 from tests.jobs import grid
 from tests.runtime.replay.test_modes import MODES
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
-from runtime.replay.placement import PlacementError
-from schedules.schedule import Worker
+from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from slipstream.runtime.replay.placement import PlacementError
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from planner.failures import FailurePlanner
-from runtime.coordinator.settling import Settling
-from runtime.errors import RunError
-from runtime.events import CheckpointWritten
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoints.checkpoint import complete, latest, load, open_checkpoint
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import CheckpointWritten
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import complete, latest, load, open_checkpoint
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, WIDE, Planning, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, losses_in, metrics_in, schedule_for, tiny

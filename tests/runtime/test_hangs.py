@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from runtime.coordinator import stall_watch
-from runtime.events import Event, Failed
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.layers.gpt import GPT
+from slipstream.runtime.coordinator import stall_watch
+from slipstream.runtime.events import Event, Failed
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.layers.gpt import GPT
 from tests.jobs import grid
 from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned

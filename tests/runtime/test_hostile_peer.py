@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, RunOptions, run
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.stop_signals import RunStopped
-from runtime.protocol.authentication import (
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.stop_signals import RunStopped
+from slipstream.runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
     SPOKEN,
@@ -28,10 +28,10 @@ from runtime.protocol.authentication import (
     Secret,
     introduce,
 )
-from runtime.protocol.channel import frame
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.protocol.channel import frame
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import (
     FetchFailed,
     Finished,
     Heartbeat,
@@ -43,10 +43,10 @@ from runtime.protocol.to_coordinator import (
     Ran,
     Validated,
 )
-from runtime.protocol.to_worker import EndOrder, Factor, Finish, Leave
-from runtime.run_folder import left_behind
-from runtime.worker.layer_messages import LayerRequest, pack
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import EndOrder, Factor, Finish, Leave
+from slipstream.runtime.run_folder import left_behind
+from slipstream.runtime.worker.layer_messages import LayerRequest, pack
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far
 from tests.runtime.launchers import Launcher

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from cli.app import app
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import HUGGING_FACE, Resilience, run
-from runtime.model.checkpoints.checkpoint import difference, identity_of
-from runtime.model.computing.forms import forms
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.flops import counted
-from runtime.model.layers.layered_model import model_for
-from runtime.model.layers.worker_group import standing_in
-from runtime.model.seeds import derive_seed
-from runtime.model.state.holding import build_holding
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.cli.app import app
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.launch import HUGGING_FACE, Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import difference, identity_of
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.flops import counted
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.seeds import derive_seed
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, at, dead
 from tests.runtime.pacing import slowly_until

@@ -7,9 +7,9 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from runtime.events import FetchBegun
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.runtime.events import FetchBegun
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
 from tests.runtime.model.state.test_steps import OFTEN, RARELY, SAME, SPIKY

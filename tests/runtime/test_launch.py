@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from runtime.config import ConfigError
-from runtime.launch import Resilience, RunError, RunOptions, run
-from runtime.node_agent import join
-from runtime.processes.fork_server import ForkServer
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
-from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError
-from schedules.codec import read
-from schedules.measured_trace import read_measured_trace
-from schedules.schedule import OpKind
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.launch import Resilience, RunError, RunOptions, run
+from slipstream.runtime.node_agent import join
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
+from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.run_folder import FolderError
+from slipstream.schedules.codec import read
+from slipstream.schedules.measured_trace import read_measured_trace
+from slipstream.schedules.schedule import OpKind
 from tests.jobs import grid
 from tests.runtime.running import (
     assert_same_numbers,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.events import EVENTS
+from slipstream.runtime.events import EVENTS
 from tests.runtime.launchers import Launcher, command
 from tests.runtime.pacing import hold_at
 from tests.runtime.running import judge_of_text, losses_in, tiny_text

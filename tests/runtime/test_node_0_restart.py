@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator.commit_log import CommitLog
-from runtime.launch import RunOptions, run
-from runtime.node_agent import join
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Injection
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.to_coordinator import Ran
-from runtime.protocol.to_worker import Factor
-from runtime.run_folder import left_behind
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.node_agent import join
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.to_coordinator import Ran
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.run_folder import left_behind
+from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, against
 from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
@@ -51,7 +51,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers for a moment, and
     begins anew where there are none.
     """
-    from runtime.coordinator import take_over
+    from slipstream.runtime.coordinator import take_over
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")

@@ -2,13 +2,13 @@
 
 import os
 
-from runtime.node_agent import _NodeAgent
-from runtime.processes.start_limit import StartLimit
-from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.to_coordinator import Ended
-from runtime.protocol.to_node_agent import RunEnded
-from schedules.schedule import Worker
+from slipstream.runtime.node_agent import _NodeAgent
+from slipstream.runtime.processes.start_limit import StartLimit
+from slipstream.runtime.processes.stop_signals import StopSignals
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_node_agent import RunEnded
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 
 LOST, WHOLE = Ended(Worker(1, 0), -9, 1), Worker(1, 1)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, RunOptions, RunResult, run
-from runtime.node_agent import join
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.process_manager import Return
-from runtime.protocol.rendezvous import Rendezvous
-from schedules import codec
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
+from slipstream.runtime.node_agent import join
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.schedules import codec
+from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, SILENT_SECONDS, TIMEOUT_SECONDS, dead, planned, returned, train
 from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher

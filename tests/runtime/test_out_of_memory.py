@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.errors import RunError
+from slipstream.runtime.errors import RunError
 from tests.runtime.failing import CONFIG, at, train
 from tests.runtime.running import tiny
 

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from runtime.config import ConfigError
-from runtime.launch import RunError, RunOptions, run
-from runtime.node_agent import NodeJob, join
-from runtime.processes import start_limit
-from runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
-from runtime.protocol import authentication, to_node_agent
-from runtime.protocol.channel import frame
-from runtime.protocol.rendezvous import Rendezvous, listen
-from runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.launch import RunError, RunOptions, run
+from slipstream.runtime.node_agent import NodeJob, join
+from slipstream.runtime.processes import start_limit
+from slipstream.runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
+from slipstream.runtime.protocol import authentication, to_node_agent
+from slipstream.runtime.protocol.channel import frame
+from slipstream.runtime.protocol.rendezvous import Rendezvous, listen
+from slipstream.runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import SECRET, be_asked

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from planner.job.file import parse_job
-from runtime.config import ConfigError, parse_run_config
-from runtime.launch import run
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import model_for
-from runtime.model.state.holding import build_holding
+from slipstream.planner.job.file import parse_job
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.state.holding import build_holding
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.events import METRICS, decode_metrics
-from runtime.launch import Resilience, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.model.checkpoints.parameters import load_parameters
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import layer_randomness, model_for
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.events import METRICS, decode_metrics
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.parameters import load_parameters
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import layer_randomness, model_for
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
 from tests.runtime.running import tiny
 

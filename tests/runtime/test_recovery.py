@@ -8,19 +8,19 @@ from itertools import chain
 
 import pytest
 
-from planner.failures import FailurePlanner
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from runtime.coordinator.planning import NoScheduleError
-from runtime.errors import RunError
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.node_agent import join
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.process_manager import Return
-from runtime.protocol.rendezvous import Rendezvous, host_store
-from schedules.schedule import Worker
-from schedules.tables.relabel import relabel
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.node_agent import join
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.rendezvous import Rendezvous, host_store
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.relabel import relabel
 from tests.runtime.failing import (
     JOB,
     LONG,

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.failures import FailurePlanner
-from runtime.config import RunConfig, parse_run_config
-from runtime.launch import Resilience, run
-from runtime.model.checkpoints.checkpoint import latest, load
-from runtime.model.checkpoints.parameters import load_parameters
-from runtime.model.computing.forms import forms
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Microbatch
-from runtime.model.layers.calling import adding_losses
-from runtime.model.layers.layered_model import layer_randomness
-from runtime.model.state.holding import build_holding
-from runtime.processes.process_manager import Return
-from runtime.protocol.to_worker import MeasureSpeed
-from runtime.tools.profile import profile
-from runtime.tools.reference import reference_run
-from runtime.worker.speed_test import measure_slice
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.parameters import load_parameters
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Microbatch
+from slipstream.runtime.model.layers.calling import adding_losses
+from slipstream.runtime.model.layers.layered_model import layer_randomness
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.to_worker import MeasureSpeed
+from slipstream.runtime.tools.profile import profile
+from slipstream.runtime.tools.reference import reference_run
+from slipstream.runtime.worker.speed_test import measure_slice
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.rich_model import Data, Model

@@ -6,18 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from planner.budget import Budget
-from planner.job.file import Job
-from planner.layout.candidates import candidates
-from planner.model.assemble import build_schedule
-from planner.model.from_job import layout_problem, problem_of_layout
-from planner.options import Layers
-from planner.search.engine import solve
-from runtime.config import RunConfig, parse_run_config
-from runtime.coordinator.planning import Scheduler
-from runtime.launch import run
-from runtime.processes.process_manager import Return
-from schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.job.file import Job
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.options import Layers
+from slipstream.planner.search.engine import solve
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.coordinator.planning import Scheduler
+from slipstream.runtime.launch import run
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator import checkpoint_timer
-from runtime.coordinator.loss_file import LossFile
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
-from runtime.model.checkpoints.parameters import save_layer
-from runtime.processes.process_manager import Return
-from runtime.run_folder import FolderError, claim, clean_up, locked
-from schedules.files import write_atomically
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import checkpoint_timer
+from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
+from slipstream.runtime.model.checkpoints.parameters import save_layer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.run_folder import FolderError, claim, clean_up, locked
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, train
 from tests.runtime.model.checkpoints.test_checkpoint import IDENTITY, assert_same, share, states, write
@@ -56,7 +56,7 @@ def test_a_second_run_in_the_folder_is_refused_and_does_no_harm(fork_server, tmp
     assert not list(tmp_path.glob(".*")), "the lock is gone with the run"
 
 
-HOLD = "import sys, time; from pathlib import Path; from runtime.run_folder import locked\n" \
+HOLD = "import sys, time; from pathlib import Path; from slipstream.runtime.run_folder import locked\n" \
        "with locked(Path(sys.argv[1]), 0): print('held', flush=True); time.sleep(60)"
 
 
@@ -142,7 +142,7 @@ def test_going_on_keeps_the_losses_and_drops_what_is_newer_only_when_told_to(for
 def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path):
     """Half a line that a kill has left is dropped, and no line before it."""
     (tmp_path / "losses.jsonl").write_text('{"iteration": 0, "loss": 5.0}\n{"iteration": 1, "loss": 4.0}\n{"itera')
-    script = ("import os, sys; from pathlib import Path; from runtime.coordinator.loss_file import LossFile\n"
+    script = ("import os, sys; from pathlib import Path; from slipstream.runtime.coordinator.loss_file import LossFile\n"
               f"LossFile(Path({str(tmp_path / 'losses.jsonl')!r}), 2, None); os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
     assert committed(tmp_path) == [0, 1]

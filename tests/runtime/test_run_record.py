@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.run_record import RunRecordError, read_run
+from slipstream.runtime.run_record import RunRecordError, read_run
 from tests.cli.runs import Writer, settled_run
 
 

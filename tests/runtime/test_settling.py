@@ -2,11 +2,11 @@
 
 import pytest
 
-from runtime.coordinator.settling import Settling
-from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
-from runtime.launch import RunOptions, run
-from runtime.processes.process_manager import Return
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
+from slipstream.runtime.launch import RunOptions, run
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import Planning, against, at, dead, planned, returned
 from tests.runtime.pacing import UntilBack, slowly_until
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from runtime.config import ConfigError, parse_run_config
-from runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
-from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoints.checkpoint import latest
-from runtime.processes.process_manager import Return
-from runtime.run_folder import CHECKPOINTS
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
 from tests.runtime.model.state.test_steps import FIRST, SAME

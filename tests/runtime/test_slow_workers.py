@@ -15,18 +15,27 @@ import pytest
 import torch
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.failures import FailurePlanner
-from runtime.config import parse_run_config
-from runtime.coordinator import slow_detector, slow_workers
-from runtime.coordinator.settling import Settling
-from runtime.coordinator.slow_detector import SlowDetector
-from runtime.coordinator.speed_watch import SpeedWatch
-from runtime.events import Failed, HandedOver, LeftOut, OrderGiven, Recovered, SettlingChosen, Slowed, WentBack
-from runtime.processes.fork_server import ForkServer
-from runtime.protocol.failure_injection import Slowdown, factor_at
-from runtime.worker.slowed_recorder import lasting
-from schedules.files import write_atomically
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator import slow_detector, slow_workers
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.slow_detector import SlowDetector
+from slipstream.runtime.coordinator.speed_watch import SpeedWatch
+from slipstream.runtime.events import (
+    Failed,
+    HandedOver,
+    LeftOut,
+    OrderGiven,
+    Recovered,
+    SettlingChosen,
+    Slowed,
+    WentBack,
+)
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.failure_injection import Slowdown, factor_at
+from slipstream.runtime.worker.slowed_recorder import lasting
+from slipstream.schedules.files import write_atomically
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import Planning, dead, train, train_until
 from tests.runtime.forked import own_fork_server

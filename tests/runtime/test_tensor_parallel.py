@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from runtime.config import ConfigError, parse_run_config
-from runtime.errors import RunError
-from runtime.launch import Resilience, run
-from runtime.model.checkpoints.checkpoint import latest, load
-from runtime.processes.process_manager import Return
-from runtime.protocol.failure_injection import Injection
-from runtime.run_folder import CHECKPOINTS
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.run_folder import CHECKPOINTS
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
 from tests.runtime.model.state.test_steps import RARELY, SAME

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 LOST_STORE = """
 import subprocess, sys
-from runtime.protocol.rendezvous import Rendezvous, connect_store
-code = "from runtime.protocol.rendezvous import host_store as host; s, at = host(); print(at.port, flush=True); input()"
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store
+code = "from slipstream.runtime.protocol.rendezvous import host_store as host; s, at = host(); print(at.port, flush=True); input()"
 server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 store = connect_store(Rendezvous("127.0.0.1", int(server.stdout.readline())))
 store.set("key", "value")
@@ -52,7 +52,7 @@ def nameless(code):
                           capture_output=True, text=True, timeout=100, env=environment)
 
 
-@pytest.mark.parametrize("program", ["runtime.api", "cli.train"])
+@pytest.mark.parametrize("program", ["slipstream.runtime.api", "slipstream.cli.train"])
 def test_without_a_name_server_nothing_is_said_of_names(program):
     try:
         torch_alone = nameless(MEETING)

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.config import RunConfig
-from runtime.model.microbatch import Microbatch
-from runtime.model.seeds import derive_seed
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.seeds import derive_seed
 
 IGNORED = -100
 

@@ -1,9 +1,9 @@
 """Imported once by the fork server of all launchers: what each of them would load to plan and to prepare a run."""
 
-import cli.train
-from planner.search.compiled import ready
-from runtime.launch import RunOptions
-from runtime.run_fit import prepare
+import slipstream.cli.train
+from slipstream.planner.search.compiled import ready
+from slipstream.runtime.launch import RunOptions
+from slipstream.runtime.run_fit import prepare
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 

@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from planner.model.assemble import build_schedule
-from planner.model.from_job import build_problem
-from schedules.check import MAX_VIOLATIONS, check
-from schedules.schedule import Memory, Seat, Worker
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.from_job import build_problem
+from slipstream.schedules.check import MAX_VIOLATIONS, check
+from slipstream.schedules.schedule import Memory, Seat, Worker
 from tests.generate import BROKEN, HEALTHY, SHED, by_hand, list_schedule
 from tests.jobs import grid
 from tests.lines_run import lines_run

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules.check import check
-from schedules.codec import MAX_FILE_BYTES, ScheduleError, decode, encode, json_schema, read, write
-from schedules.schedule import Worker
-from schedules.text_excerpt import render_excerpt
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import MAX_FILE_BYTES, ScheduleError, decode, encode, json_schema, read, write
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.text_excerpt import render_excerpt
 from tests.general import general_schedules, layers_moved
 from tests.generate import BROKEN, by_hand, schedules
 from tests.patience import SECONDS
@@ -253,7 +253,7 @@ def test_slices_and_holdings_without_bound(monkeypatch):
     document["grid"]["stages"] = [{"column": 0, "layers": [0, 2]}, {"column": 1, "layers": [2, layers]}]
     document["slices"] = [[first, layers] for first in range(40)]
     assert "slices: more than 4194304 layers together" in refused(json.dumps(document).encode())
-    monkeypatch.setattr("schedules.codec.MAX_SLICE_LAYERS", 100)
+    monkeypatch.setattr("slipstream.schedules.codec.MAX_SLICE_LAYERS", 100)
     held = [[first, first + 1] for first in range(0, 210, 2)]
     document = json.loads(GENERAL) | {"seats": [[[0, 0], [0, 0], 0, held]]}
     assert "seats: more than 100 ranges of layers held" in refused(json.dumps(document).encode())
@@ -270,7 +270,7 @@ def test_a_huge_file_in_bounded_memory(tmp_path):
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(8 * 2**30)
-    program = ("import resource, sys; from pathlib import Path; from schedules.codec import read\n"
+    program = ("import resource, sys; from pathlib import Path; from slipstream.schedules.codec import read\n"
                f"resource.setrlimit(resource.RLIMIT_AS, ({3 * 2**29}, {3 * 2**29}))\n"
                "try: read(Path(sys.argv[1]))\n"
                "except ValueError as error: print(error)\n")

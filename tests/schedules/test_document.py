@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.document import DocumentError, DocumentKind
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

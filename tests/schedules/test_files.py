@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from schedules.files import read_at_most, write_atomically
+from slipstream.schedules.files import read_at_most, write_atomically
 from tests.patience import SECONDS
 
 

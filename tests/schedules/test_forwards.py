@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.plan import plan_job
-from schedules.check import check
-from schedules.forwards import forwards_of
-from schedules.schedule import OpKind, ProgramOp, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.check import check
+from slipstream.schedules.forwards import forwards_of
+from slipstream.schedules.schedule import OpKind, ProgramOp, Worker
 from tests.jobs import failures, grid, jobs
 
 

@@ -5,8 +5,8 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
-from schedules.equal import equal_pipelines
-from schedules.graph import (
+from slipstream.schedules.equal import equal_pipelines
+from slipstream.schedules.graph import (
     Transfer,
     groups,
     programs_of,
@@ -14,8 +14,8 @@ from schedules.graph import (
     topological_order,
     transfers,
 )
-from schedules.precedence import op_key, waits
-from schedules.schedule import Op, Worker
+from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.schedule import Op, Worker
 from tests.generate import BROKEN, HEALTHY, by_hand, op_graph, schedules
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from schedules.measured_trace import (
+from slipstream.schedules.measured_trace import (
     MeasuredIteration,
     MeasuredOp,
     MeasuredTrace,
@@ -11,7 +11,7 @@ from schedules.measured_trace import (
     read_measured_trace,
     write_measured_trace,
 )
-from schedules.schedule import OpKind, Worker
+from slipstream.schedules.schedule import OpKind, Worker
 
 OPS = (MeasuredOp(Worker(0, 1), OpKind.O, None, None, None, 0.5, 0.75),
        MeasuredOp(Worker(0, 1), OpKind.F, 1, 0, 3, 0.125, 0.25),

@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from schedules.memory import memory_peaks
-from schedules.schedule import Memory, OpKind, Worker
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.schedule import Memory, OpKind, Worker
 from tests.generate import BROKEN, HEALTHY, by_hand, schedules
 
 

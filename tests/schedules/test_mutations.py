@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules.check import check
-from schedules.codec import decode, encode
-from schedules.text_excerpt import MAX_COLUMNS, MAX_ROWS, render_excerpt
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.text_excerpt import MAX_COLUMNS, MAX_ROWS, render_excerpt
 from tests.general import general_schedules
 from tests.generate import schedules
 from tests.mutations import GENERAL, MUTATIONS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schedules.precedence import consumers, producers, waits
+from slipstream.schedules.precedence import consumers, producers, waits
 
 SPLIT = {
     ("F", 0): [], ("F", 1): [("F", 0)], ("F", 2): [("F", 1)],

@@ -1,8 +1,8 @@
 """The excerpt that a violation is shown with."""
 
-from schedules.check import check
-from schedules.schedule import Op, OpKind, Worker
-from schedules.text_excerpt import render_excerpt
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Op, OpKind, Worker
+from slipstream.schedules.text_excerpt import render_excerpt
 from tests.generate import HEALTHY, by_hand
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from planner.plan import plan_job
-from schedules.schedule import Worker
-from schedules.timing import BATCH, Noise, replay
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.timing import BATCH, Noise, replay
 from tests.jobs import grid
 from tests.lines_run import lines_run
 

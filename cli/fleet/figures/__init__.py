@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from cli.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
-from cli.fleet.figures.figure import Figure
-from planner.progress import CountCallback
+from slipstream.cli.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
+from slipstream.cli.fleet.figures.figure import Figure
+from slipstream.planner.progress import CountCallback
 
 __all__ = ["FIGURES", "Figure"]
 

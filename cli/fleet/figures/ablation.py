@@ -1,12 +1,12 @@
 """The ideas added one by one: re-routing, split backward, staggered optimizer; 24 GPUs."""
 
-from cli.fleet.figures import published
-from cli.fleet.figures.failures import assumptions
-from cli.fleet.figures.figure import Cell, Figure, band
-from cli.fleet.loads import spread_over_stages
-from cli.fleet.throughput import Throughputs
-from planner.progress import CountCallback
-from schedules.schedule import BackwardMode, OptimizerMode
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.figures.failures import assumptions
+from slipstream.cli.fleet.figures.figure import Cell, Figure, band
+from slipstream.cli.fleet.loads import spread_over_stages
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.progress import CountCallback
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode
 
 FAILURES = (1, 2, 4, 5, 8)
 STEPS: tuple[tuple[str, BackwardMode, OptimizerMode], ...] = (

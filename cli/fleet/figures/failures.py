@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from cli.fleet.costs import costs_for
-from cli.fleet.figures import published
-from cli.fleet.figures.figure import Cell, Figure, Series, band
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Policy, Scenario
-from cli.fleet.throughput import Throughputs
-from planner.progress import CountCallback
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Policy, Scenario
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.progress import CountCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (

@@ -7,10 +7,10 @@ micro-batches, stage times and memory are not published.
 
 import msgspec
 
-from cli.fleet.availability_trace import AvailabilityTrace
-from cli.fleet.throughput import Throughputs
-from cli.fleet.trace_file import from_counts
-from planner.job.file import Job, StageTimes
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.trace_file import from_counts
+from slipstream.planner.job.file import Job, StageTimes
 
 SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
 PIPELINES, STAGES = 6, 4

@@ -5,14 +5,14 @@ Later systems, which move layers, report 1.35 times ReCycle's throughput (ElasWa
 1.355 times (Odyssey, arXiv 2508.21613, 32 cards).
 """
 
-from cli.fleet.costs import costs_for
-from cli.fleet.figures import published
-from cli.fleet.figures.figure import Cell, Figure, Series
-from cli.fleet.figures.scaling import job
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Scenario
-from cli.fleet.throughput import Throughputs
-from planner.progress import CountCallback
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.figures.scaling import job
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Scenario
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.progress import CountCallback
 
 PIPELINES = (2, 3, 4, 6, 8, 12, 16)
 FAILURES = (1, 2, 4)

@@ -1,10 +1,10 @@
 """Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
-from cli.fleet.figures import published
-from cli.fleet.figures.figure import Cell, Figure, Series, band
-from cli.fleet.throughput import Throughputs
-from planner.job.file import Job, StageTimes
-from planner.progress import CountCallback
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.job.file import Job, StageTimes
+from slipstream.planner.progress import CountCallback
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)

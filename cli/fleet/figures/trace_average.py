@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from cli.fleet.costs import costs_for
-from cli.fleet.figures import published
-from cli.fleet.figures.failures import assumptions
-from cli.fleet.figures.figure import Cell, Figure, Series
-from cli.fleet.policies import POLICIES
-from cli.fleet.simulation import throughputs_over_traces
-from cli.fleet.throughput import Throughputs
-from planner.progress import CountCallback
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.figures.failures import assumptions
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.progress import CountCallback
 
 SEEDS = 5
 """Draws of which workers leave; averaged."""

@@ -1,11 +1,11 @@
 """The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas added one by one."""
 
-from cli.fleet.figures.figure import Cell, Figure, Series
-from planner.job.file import Job, StageMemory, StageTimes
-from planner.plan import Plan, plan_job
-from planner.progress import CountCallback
-from planner.search.engine import Method
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.planner.job.file import Job, StageMemory, StageTimes
+from slipstream.planner.plan import Plan, plan_job
+from slipstream.planner.progress import CountCallback
+from slipstream.planner.search.engine import Method
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)
 PUBLISHED = (30, 39, 32, 30)

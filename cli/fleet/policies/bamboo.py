@@ -7,8 +7,8 @@ below it at 8 and 9 (points digitised from ReCycle's talk). So a pipeline with d
 
 from collections.abc import Sequence
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Bamboo(Policy):

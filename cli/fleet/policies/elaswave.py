@@ -12,11 +12,11 @@ stage, while training goes on with the old cut; its change of clock frequencies,
 not simulated.
 """
 
-from cli.fleet.loads import DownByStage
-from cli.fleet.policies.oobleck_templates import layers_of
-from cli.fleet.policies.rerouting import Rerouting
-from cli.fleet.policies.uneven_pipelines import cut_by_speed
-from cli.fleet.policy import Phase, Scenario
+from slipstream.cli.fleet.loads import DownByStage
+from slipstream.cli.fleet.policies.oobleck_templates import layers_of
+from slipstream.cli.fleet.policies.rerouting import Rerouting
+from slipstream.cli.fleet.policies.uneven_pipelines import cut_by_speed
+from slipstream.cli.fleet.policy import Phase, Scenario
 
 
 class ElasWave(Rerouting):

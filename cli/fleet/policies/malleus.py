@@ -14,10 +14,10 @@ where a worker died, a switch, and the time to load one stage, in which all wait
 
 from collections.abc import Sequence
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.policies.oobleck_templates import layers_of
-from cli.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
-from cli.fleet.policy import Phase, Policy, Scenario
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policies.oobleck_templates import layers_of
+from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
+from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
                 "many pipelines as the job has, of nearly equal length; memory is no limit; a change costs a switch "

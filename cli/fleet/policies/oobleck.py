@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.policies.oobleck_templates import iteration_seconds, layers_of
-from cli.fleet.policies.uneven_pipelines import all_layers_held
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds, layers_of
+from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Oobleck(Policy):

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from cli.fleet.settled import LAYERS_PER_STAGE
-from planner.job.file import Job
+from slipstream.cli.fleet.settled import LAYERS_PER_STAGE
+from slipstream.planner.job.file import Job
 
 MAX_LAYERS = 128
 """A model of more layers is cut into larger pieces."""

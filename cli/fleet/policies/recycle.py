@@ -1,8 +1,8 @@
 """ReCycle as published (SOSP 2024, arXiv 2405.14009)."""
 
-from cli.fleet.loads import DownByStage
-from cli.fleet.policies.rerouting import Rerouting
-from cli.fleet.policy import Cause, Phase
+from slipstream.cli.fleet.loads import DownByStage
+from slipstream.cli.fleet.policies.rerouting import Rerouting
+from slipstream.cli.fleet.policy import Cause, Phase
 
 
 class ReCycle(Rerouting):

@@ -3,9 +3,9 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.loads import DownByStage
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.loads import DownByStage
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Stages:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):

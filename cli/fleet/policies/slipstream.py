@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.loads import DownByStage
-from cli.fleet.policies.rerouting import Rerouting, Stages
-from cli.fleet.policy import Cause, Phase, Scenario
-from cli.fleet.settled import Slow
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.loads import DownByStage
+from slipstream.cli.fleet.policies.rerouting import Rerouting, Stages
+from slipstream.cli.fleet.policy import Cause, Phase, Scenario
+from slipstream.cli.fleet.settled import Slow
 
 AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
            "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "

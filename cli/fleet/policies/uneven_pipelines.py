@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from cli.fleet.policies.oobleck_templates import Template, fastest_split
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
 
 
 @lru_cache(maxsize=65536)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from planner.job.estimate import GPUS, Layout, ModelShape, estimate
-from planner.job.writer import job_text
-from schedules.tables.table import LIBRARY, library_names
+from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
+from slipstream.planner.job.writer import job_text
+from slipstream.schedules.tables.table import LIBRARY, library_names
 
 MEASURED = Path(__file__).parent
 ESTIMATED = {

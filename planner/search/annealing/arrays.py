@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from planner.model import arrays as model
-from planner.model.arrays import Ints, ProblemArrays, ints, padded
-from planner.model.problem import Problem
-from planner.search.kernel.annealing.arrays import (
+from slipstream.planner.model import arrays as model
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.search.kernel.annealing.arrays import (
     BETTER,
     BUCKETS,
     LONGEST_JUMP,

@@ -5,14 +5,14 @@ from copy import copy
 
 import numpy as np
 
-from planner.model.arrays import ProblemArrays
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.model.start_times import NEVER, ends_before_last, group_ends
-from planner.params import DEFAULTS, AnnealingParams
-from planner.search.annealing.arrays import make_chain, twin
-from planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
-from planner.search.kernel.annealing.arrays import (
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends
+from slipstream.planner.params import DEFAULTS, AnnealingParams
+from slipstream.planner.search.annealing.arrays import make_chain, twin
+from slipstream.planner.search.annealing.cooling import aim, first_cycle_steps, round_steps
+from slipstream.planner.search.kernel.annealing.arrays import (
     BASE,
     EXCHANGE,
     FOREVER,
@@ -24,8 +24,8 @@ from planner.search.kernel.annealing.arrays import (
     Cycle,
     State,
 )
-from planner.search.kernel.annealing.loop import anneal, measure_best
-from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
+from slipstream.planner.search.kernel.annealing.loop import anneal, measure_best
+from slipstream.planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
 
 OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
 """What a step may be (`planner.search.kernel.annealing.moves`); `AnnealingParams` says how often."""

@@ -1,6 +1,6 @@
 """How many steps the cooling cycles of an annealing chain have, and what they aim at."""
 
-from planner.params import AnnealingParams
+from slipstream.planner.params import AnnealingParams
 
 
 def aim(period: int, goal: int, share: float) -> int:

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from planner.budget import Budget, Tally
-from planner.model.problem import Problem
-from planner.model.solution import Solution
-from planner.params import DEFAULTS, AnnealingParams
-from planner.search.annealing.chain import AnnealingChain
+from slipstream.planner.budget import Budget, Tally
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.params import DEFAULTS, AnnealingParams
+from slipstream.planner.search.annealing.chain import AnnealingChain
 
 CHAINS = 2
 """Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.

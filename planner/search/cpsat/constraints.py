@@ -2,10 +2,10 @@
 
 from ortools.sat.python.cp_model import CpModel, IntervalVar, LinearExprT
 
-from planner.model.problem import Problem, Unit
-from planner.search.cpsat.variables import Variables
-from schedules.precedence import OpKey, waits
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.search.cpsat.variables import Variables
+from slipstream.schedules.precedence import OpKey, waits
+from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Constraints:

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import msgspec
 from ortools.sat.python import cp_model
 
-from planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from planner.model.problem import Problem, Unit
-from planner.model.solution import Solution
-from planner.model.start_times import solution_period
-from planner.search.cpsat.constraints import Constraints
-from planner.search.cpsat.variables import Variables
-from schedules.precedence import OpKey
-from schedules.schedule import OpKind
+from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.search.cpsat.constraints import Constraints
+from slipstream.planner.search.cpsat.variables import Variables
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import OpKind
 
 POLL_SECONDS = 0.05
 SMALL_MODEL = 1000

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
-from planner.model.problem import Problem, Unit
-from schedules.precedence import OpKey
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import OpKind, Worker
 
 
 class Variables:

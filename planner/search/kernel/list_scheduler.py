@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.kernel.jit import jit
+from slipstream.planner.search.kernel.jit import jit
 
 if TYPE_CHECKING:
-    from planner.model.arrays import Ops
+    from slipstream.planner.model.arrays import Ops
 
 Ints = NDArray[np.int64]
 

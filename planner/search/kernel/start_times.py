@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.kernel.jit import inlined, jit
+from slipstream.planner.search.kernel.jit import inlined, jit
 
 if TYPE_CHECKING:
-    from planner.model.arrays import Ops, Reductions
+    from slipstream.planner.model.arrays import Ops, Reductions
 
 Ints = NDArray[np.int64]
 

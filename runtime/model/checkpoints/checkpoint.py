@@ -21,11 +21,11 @@ import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from runtime.config import RunConfig
-from runtime.model.layers.hugging_face.configuration import read_config
-from runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
-from schedules.document import DocumentError, DocumentKind
-from schedules.files import write_atomically
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.layers.hugging_face.configuration import read_config
+from slipstream.runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
+from slipstream.schedules.document import DocumentError, DocumentKind
+from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEEP = 2

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
-from runtime.model.layers.hugging_face.configuration import CONFIG, FAMILIES
-from runtime.model.layers.hugging_face.model import router_of, sample, small, transformers_config
-from runtime.model.layers.hugging_face.weights import INDEX
-from runtime.model.tensor_codec import read_tensors, write_tensors
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
+from slipstream.runtime.model.layers.hugging_face.configuration import CONFIG, FAMILIES
+from slipstream.runtime.model.layers.hugging_face.model import router_of, sample, small, transformers_config
+from slipstream.runtime.model.layers.hugging_face.weights import INDEX
+from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
           "merges.txt", "chat_template.jinja", "generation_config.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.tensor_codec import read_tensors, write_tensors
+from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
 
 _SUFFIX = ".safetensors"
 

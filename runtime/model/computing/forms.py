@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from runtime.config import ConfigError, RunConfig
-from runtime.errors import first_line
-from runtime.model.data.data import batch_form
-from runtime.model.layers.calling import Batch, loss_call, takes_batch
-from runtime.model.layers.distributed_tensors import as_called, with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel, autocast
-from runtime.model.layers.recomputing import recomputed, seen_parts
-from runtime.model.layers.shards import shards_of
-from runtime.model.layers.sharing import sharing_of
-from runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
-from runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.data import batch_form
+from slipstream.runtime.model.layers.calling import Batch, loss_call, takes_batch
+from slipstream.runtime.model.layers.distributed_tensors import as_called, with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast
+from slipstream.runtime.model.layers.recomputing import recomputed, seen_parts
+from slipstream.runtime.model.layers.shards import shards_of
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
+from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily
 
 
 def forms(model: LayeredModel, config: RunConfig) -> list[Form]:

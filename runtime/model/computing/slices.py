@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runtime.config import RunConfig
-from runtime.model.computing.forms import forms as forms
-from runtime.model.data.data import Microbatch as Microbatch
-from runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
-from runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
-from runtime.model.layers.recomputing import recomputed, recomputing
-from runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
-from runtime.model.passed import TensorForm as TensorForm
-from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
-from runtime.model.seeds import seeding
-from runtime.model.state.holding import Holding
-from runtime.model.state.parts import Cut, Span
-from runtime.torch_private import run_backward
-from schedules.layers import LayerRange
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.computing.forms import forms as forms
+from slipstream.runtime.model.data.data import Microbatch as Microbatch
+from slipstream.runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
+from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
+from slipstream.runtime.model.layers.recomputing import recomputed, recomputing
+from slipstream.runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring
+from slipstream.runtime.model.passed import TensorForm as TensorForm
+from slipstream.runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
+from slipstream.runtime.model.seeds import seeding
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.parts import Cut, Span
+from slipstream.runtime.torch_private import run_backward
+from slipstream.schedules.layers import LayerRange
 
 
 class _Held(NamedTuple):

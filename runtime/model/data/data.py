@@ -14,16 +14,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from runtime.config import ConfigError, RunConfig, TrainingConfig
-from runtime.errors import first_line
-from runtime.model.data.token_data import TokenData
-from runtime.model.data.token_file import map_tokens
-from runtime.model.data.tokenized_text import tokenized
-from runtime.model.layers.hugging_face.configuration import vocabulary_of
-from runtime.model.microbatch import Microbatch as Microbatch
-from runtime.model.object_reference import load_reference
-from runtime.model.passed import TensorForm, TupleForm, form_of
-from runtime.model.seeds import derive_seed
+from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.token_data import TokenData
+from slipstream.runtime.model.data.token_file import map_tokens
+from slipstream.runtime.model.data.tokenized_text import tokenized
+from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_of
+from slipstream.runtime.model.microbatch import Microbatch as Microbatch
+from slipstream.runtime.model.object_reference import load_reference
+from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
+from slipstream.runtime.model.seeds import derive_seed
 
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.data.data import Data
-from runtime.model.microbatch import Microbatch
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.data.data import Data
+from slipstream.runtime.model.microbatch import Microbatch
 
 Weights = np.ndarray[tuple[int], np.dtype[np.float64]]
 

@@ -8,7 +8,7 @@ constant time and memory, by whoever asks: nothing has to be shuffled, saved or 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.model.seeds import derive_seed
+from slipstream.runtime.model.seeds import derive_seed
 
 ROUNDS = 8
 """Four are enough for a random-looking permutation of a large set; small sets need more."""

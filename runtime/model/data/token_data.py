@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.config import ConfigError
-from runtime.model.data.sample_order import permuted
-from runtime.model.microbatch import Microbatch
-from runtime.model.seeds import derive_seed
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.model.data.sample_order import permuted
+from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.seeds import derive_seed
 
 BLOCKS, BLOCK = 64, 2**16
 """Parts of a file that its digest is of, spread evenly, and the tokens of each: a file may be too large to read."""

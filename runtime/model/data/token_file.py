@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.config import ConfigError, TokenDtype
+from slipstream.runtime.config import ConfigError, TokenDtype
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.config import ConfigError
-from runtime.errors import first_line
-from schedules.files import write_atomically
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import first_line
+from slipstream.schedules.files import write_atomically
 
 PIECE = 2**20
 """Characters, rounded up to whole lines, that are tokenized at a time."""

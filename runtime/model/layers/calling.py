@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from runtime.model.layers.distributed_tensors import as_called
-from runtime.model.passed import Value, changed, handed_on
+from slipstream.runtime.model.layers.distributed_tensors import as_called
+from slipstream.runtime.model.passed import Value, changed, handed_on
 
 Batch = tuple[Tensor, ...]
 """What data give for a micro-batch (`runtime.model.data.data.Data`), on the device that computes."""

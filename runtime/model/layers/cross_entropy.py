@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 IGNORED = -100
 """A target that does not count, as in torch's own cross entropy."""

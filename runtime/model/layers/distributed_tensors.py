@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runtime.model.layers.shards import Shard, put_parameter, shards_of
+from slipstream.runtime.model.layers.shards import Shard, put_parameter, shards_of
 
 Placed = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """By the names of parameters, their device mesh and placements on it."""

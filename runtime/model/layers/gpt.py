@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.config import ModelConfig
-from runtime.model.layers.cross_entropy import cross_entropy
-from runtime.model.layers.recomputing import recomputable
-from runtime.model.seeds import derive_seed, seeded
+from slipstream.runtime.config import ModelConfig
+from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.recomputing import recomputable
+from slipstream.runtime.model.seeds import derive_seed, seeded
 
 INITIAL_DEVIATION = 0.02
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.config import ConfigError, ModelConfig
-from runtime.model.layers.cross_entropy import cross_entropy
-from runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
-from runtime.model.layers.recomputing import recomputable
-from runtime.model.layers.shards import Shard, Shards, cut_parameters
-from runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
-from runtime.model.layers.worker_group import WorkerGroup, worker_group
+from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
+from slipstream.runtime.model.layers.recomputing import recomputable
+from slipstream.runtime.model.layers.shards import Shard, Shards, cut_parameters
+from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
+from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_group
 
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 _QKV = Shard(0, blocks=3)

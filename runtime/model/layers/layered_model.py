@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, ModelConfig, TrainingConfig
-from runtime.errors import first_line
-from runtime.model.layers.gpt_parallel import gpt
-from runtime.model.object_reference import is_reference, load_reference
-from runtime.model.seeds import derive_seed, seeded
+from slipstream.runtime.config import ConfigError, ModelConfig, TrainingConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.layers.gpt_parallel import gpt
+from slipstream.runtime.model.object_reference import is_reference, load_reference
+from slipstream.runtime.model.seeds import derive_seed, seeded
 
 
 class LayeredModel(Protocol):
@@ -74,7 +74,7 @@ def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
 
 def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
     try:
-        from runtime.model.layers.hugging_face.model import HuggingFace
+        from slipstream.runtime.model.layers.hugging_face.model import HuggingFace
     except ModuleNotFoundError as error:
         raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install 'slipstream-train[hf]'"
                           ) from None

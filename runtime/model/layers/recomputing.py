@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.seeds import drawing_from, generator_states
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.seeds import drawing_from, generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)

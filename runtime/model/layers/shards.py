@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 
 class Shard(NamedTuple):

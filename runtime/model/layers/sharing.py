@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from runtime.config import ConfigError
+from slipstream.runtime.config import ConfigError
 
 
 class Place(NamedTuple):

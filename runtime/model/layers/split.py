@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from runtime.torch_private import has_gradient_hooks, run_backward
+from slipstream.runtime.torch_private import has_gradient_hooks, run_backward
 
 WeightWork = deque[Callable[[], None]]
 """What W has to run, in the order in which I left it."""

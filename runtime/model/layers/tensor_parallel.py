@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from runtime.model.layers.shards import gathered, in_parts
-from runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.model.layers.shards import gathered, in_parts
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
-from runtime.torch_private import HashStore
+from slipstream.runtime.torch_private import HashStore
 
 NAME = "slipstream"
 """Of the backend, for torch.distributed."""

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from runtime.config import STANDS_FOR, ConfigError, RunConfig
-from runtime.model.computing.forms import forms
-from runtime.model.layers.distributed_tensors import with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from runtime.model.layers.shards import in_parts, shards_of
-from runtime.model.layers.worker_group import standing_in
-from runtime.model.passed import Form
-from runtime.model.ranks.own_ranks import cut_dims
+from slipstream.runtime.config import STANDS_FOR, ConfigError, RunConfig
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.layers.shards import in_parts, shards_of
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.passed import Form
+from slipstream.runtime.model.ranks.own_ranks import cut_dims
 
 
 def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequence[Form]) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.model.layers.shards import Shard, Shards, shard_of
-from runtime.model.passed import Form, TensorForm, TupleForm, Value, packed, rebuilt, tensors_of, unpacked
+from slipstream.runtime.model.layers.shards import Shard, Shards, shard_of
+from slipstream.runtime.model.passed import Form, TensorForm, TupleForm, Value, packed, rebuilt, tensors_of, unpacked
 
 Reduced = Sequence[tuple[nn.Parameter, Shard | None]]
 """Parameters whose gradients are reduced together, in the order of their flat tensors, and how each is cut."""

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.shards import shards_of
-from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from runtime.model.ranks.rank_optimizers import RankOptimizers
-from runtime.model.ranks.rank_parts import RankParts
-from runtime.model.state.holding import Holding, gradient_dtype
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import trained
-from runtime.model.state.parts import Cut, Span
-from schedules.layers import LayerRange
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.shards import shards_of
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
+from slipstream.runtime.model.ranks.rank_parts import RankParts
+from slipstream.runtime.model.state.holding import Holding, gradient_dtype
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import trained
+from slipstream.runtime.model.state.parts import Cut, Span
+from slipstream.schedules.layers import LayerRange
 
 
 class RankHolding(Holding):

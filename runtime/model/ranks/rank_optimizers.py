@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 
 
 class RankOptimizers:

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime.model.state.holding import Holding
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.parts import Cut
-from schedules.layers import LayerRange
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.parts import Cut
+from slipstream.schedules.layers import LayerRange
 
 
 class RankParts(Holding):

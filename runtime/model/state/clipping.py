@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from runtime.config import TrainingConfig
+from slipstream.runtime.config import TrainingConfig
 
 CHUNK = 2**22
 """Elements of a gradient that are in float64 at a time: 32 MiB."""

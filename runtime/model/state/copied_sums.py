@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.model.state.late_steps import BUFFERS
-from runtime.model.state.parts import Cut, Span, in_layers
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.late_steps import BUFFERS
+from slipstream.runtime.model.state.parts import Cut, Span, in_layers
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 Sums = Mapping[tuple[int, Span], Sequence[Tensor]]
 """Parts of layers that are copies, each with its buffers."""

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from runtime.model.state.parameter_groups import grouped
-from runtime.model.state.part_state import PartState, name_of, trained
-from runtime.model.state.undoable_steps import UndoableSteps
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.model.state.part_state import PartState, name_of, trained
+from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 
 HOST = torch.device("cpu")
 

@@ -11,25 +11,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.distributed_tensors import with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel, parameter_dtype
-from runtime.model.layers.shards import shards_of
-from runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
-from runtime.model.layers.unfilled import moved, unfilled
-from runtime.model.layers.worker_group import worker_group
-from runtime.model.ranks.own_ranks import summed_by_rank
-from runtime.model.ranks.rank_optimizers import RankOptimizers
-from runtime.model.seeds import GENERATORS
-from runtime.model.state.clipping import squares_of
-from runtime.model.state.copied_sums import CopiedSums
-from runtime.model.state.digest import parameter_digest
-from runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from runtime.model.state.parts import Cut, Elements, Span, parts_of
-from schedules.layers import LayerRange, joined_ranges
-from schedules.schedule import Worker
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel, parameter_dtype
+from slipstream.runtime.model.layers.shards import shards_of
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
+from slipstream.runtime.model.layers.unfilled import moved, unfilled
+from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.model.ranks.own_ranks import summed_by_rank
+from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
+from slipstream.runtime.model.seeds import GENERATORS
+from slipstream.runtime.model.state.clipping import squares_of
+from slipstream.runtime.model.state.copied_sums import CopiedSums
+from slipstream.runtime.model.state.digest import parameter_digest
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
+from slipstream.runtime.model.state.parts import Cut, Elements, Span, parts_of
+from slipstream.schedules.layers import LayerRange, joined_ranges
+from slipstream.schedules.schedule import Worker
 
 
 def keeps_parts(config: TrainingConfig) -> bool:

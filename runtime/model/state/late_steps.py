@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
-from runtime.model.state.parameter_groups import Groups
-from runtime.model.state.undoable_steps import OptimizerSteps
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 
 BUFFERS = 2
 """Of gradients: those of the iteration that all are in, and of the one before, by which the thread steps."""

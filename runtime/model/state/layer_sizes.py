@@ -2,10 +2,10 @@
 
 import torch
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.distributed_tensors import with_local_parameters
-from runtime.model.layers.layered_model import LayeredModel
-from runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
+from slipstream.runtime.model.layers.layered_model import LayeredModel
+from slipstream.runtime.model.layers.worker_group import standing_in
 
 
 def slots_of(config: TrainingConfig) -> int:

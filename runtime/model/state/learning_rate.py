@@ -7,7 +7,7 @@ learning rate that they would have had.
 import math
 from collections.abc import Callable, Mapping
 
-from runtime.config import TrainingConfig
+from slipstream.runtime.config import TrainingConfig
 
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

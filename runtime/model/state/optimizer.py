@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.shards import shards_of
-from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from runtime.model.layers.worker_group import first_rank
-from runtime.model.state.clipping import squares_of
-from runtime.model.state.parameter_groups import grouped
-from runtime.model.state.undoable_steps import UndoableSteps
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.shards import shards_of
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.layers.worker_group import first_rank
+from slipstream.runtime.model.state.clipping import squares_of
+from slipstream.runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 
 
 def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.config import ConfigError, ParameterGroup, TrainingConfig
-from runtime.model.layers.layered_model import LayeredModel
-from runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.config import ConfigError, ParameterGroup, TrainingConfig
+from slipstream.runtime.model.layers.layered_model import LayeredModel
+from slipstream.runtime.model.layers.sharing import sharing_of
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.model.state.parts import Elements, Span, common
-from runtime.model.tensor_codec import decode, encode
+from slipstream.runtime.model.state.parts import Elements, Span, common
+from slipstream.runtime.model.tensor_codec import decode, encode
 
 
 class PartState(NamedTuple):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from schedules.layers import LayerRange
-from schedules.schedule import Worker
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
 
 Span = tuple[int, int]
 """Elements [start, stop)."""

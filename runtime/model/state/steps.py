@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.worker_group import first_rank, worker_group
-from runtime.model.state.clipping import clip_factor, watches_gradients
-from runtime.model.state.holding import Holding
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
+from slipstream.runtime.model.state.clipping import clip_factor, watches_gradients
+from slipstream.runtime.model.state.holding import Holding
 
 UNCLIPPED = 4
 """Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.object_reference import is_reference, load_reference
-from runtime.model.state.learning_rate import is_scheduled, scale
-from runtime.model.state.parameter_groups import Groups
-from runtime.torch_private import copy_all
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.object_reference import is_reference, load_reference
+from slipstream.runtime.model.state.learning_rate import is_scheduled, scale
+from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.torch_private import copy_all
 
 Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
 

@@ -4,14 +4,14 @@ import functools
 
 import pytest
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change
-from cli.fleet.costs import Costs
-from cli.fleet.failure_models import FailureModel, Kind
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause, Scenario
-from cli.fleet.simulation import simulate
-from cli.fleet.throughput import Throughputs
-from planner.job.file import parse_job
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.costs import Costs
+from slipstream.cli.fleet.failure_models import FailureModel, Kind
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause, Scenario
+from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.job.file import parse_job
 
 COSTS = Costs(parameters=1e9, switch_seconds=2.0, load_seconds=3.0, restart_seconds=50.0, checkpoint_seconds=10.0,
               oobleck_seconds=7.0, bamboo_seconds=20.0)

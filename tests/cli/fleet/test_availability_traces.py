@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change, fail_together, fit_to_job, group_gpus
-from cli.fleet.failure_models import FAILURE_MODELS
-from cli.fleet.synthetic_trace import draw_trace
-from cli.fleet.trace_file import TraceFileError, from_counts, parse_availability_trace, read_availability_trace
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change, fail_together, fit_to_job, group_gpus
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS
+from slipstream.cli.fleet.synthetic_trace import draw_trace
+from slipstream.cli.fleet.trace_file import (
+    TraceFileError,
+    from_counts,
+    parse_availability_trace,
+    read_availability_trace,
+)
 from tests.cli.fleet.small import failing
 
 SAMPLES = """

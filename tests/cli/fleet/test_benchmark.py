@@ -6,11 +6,11 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from cli import benchmark as command
-from cli.app import app
-from cli.fleet import benchmark
-from cli.fleet.benchmark import CASES, Case, fidelity, job_of, returned, run_case, trace_of
-from cli.fleet.policies import POLICIES
+from slipstream.cli import benchmark as command
+from slipstream.cli.app import app
+from slipstream.cli.fleet import benchmark
+from slipstream.cli.fleet.benchmark import CASES, Case, fidelity, job_of, returned, run_case, trace_of
+from slipstream.cli.fleet.policies import POLICIES
 
 SMALL = Case(name="small", title="a small one", job="uniform-3", parameters=1e9, tokens=100, days=20,
              gpus_per_worker=2, failures="delta-a100", slow="greyhound", settle_seconds=0.01)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cli.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
+from slipstream.cli.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
 
 
 @pytest.mark.parametrize(("parameters", "seconds"), [(3.5e8, 3.0), (2.7e9, 6.0), (6.7e9, 10.0), (1e12, 10.0)])

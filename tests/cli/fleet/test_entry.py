@@ -5,11 +5,11 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from cli.fleet import entry
-from cli.fleet.entry import EntryError, installed_policy, read_entry, table_policy
-from cli.fleet.policy import Scenario
-from cli.fleet.simulation import simulate
 from examples.fleet_policy import WholePipelines
+from slipstream.cli.fleet import entry
+from slipstream.cli.fleet.entry import EntryError, installed_policy, read_entry, table_policy
+from slipstream.cli.fleet.policy import Scenario
+from slipstream.cli.fleet.simulation import simulate
 from tests.cli.fleet.small import COSTS, gain, lose, scenario, spans, trace
 
 ROWS = [{"down": 0, "samples_per_second": 0.8}, {"down": 2, "samples_per_second": 0.5, "pause_seconds": 20},

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cli.fleet.availability_trace import AvailabilityTrace, Change
-from cli.fleet.failure_models import (
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.failure_models import (
     FAILURE_MODELS,
     FT_HSDP_GPUS,
     GREYHOUND_DELAY,
@@ -18,10 +18,10 @@ from cli.fleet.failure_models import (
     SLOW_MODELS,
     SlowKind,
 )
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause
-from cli.fleet.simulation import simulate
-from cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause
+from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from tests.cli.fleet.small import failing, lose, run, scenario, trace
 
 PUBLISHED = [("meta-rsc", gpus, hours) for gpus, hours in RSC_MTTF] + [

@@ -9,16 +9,16 @@ from functools import cache
 
 import pytest
 
-from cli.fleet.availability_trace import fit_to_job
-from cli.fleet.costs import costs_for
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause
-from cli.fleet.simulation import compare
-from cli.fleet.synthetic_trace import draw_trace
-from cli.fleet.throughput import Throughputs
-from cli.fleet.trace_file import parse_availability_trace
-from planner.job.file import parse_job
-from planner.job.presets import preset, preset_names
+from slipstream.cli.fleet.availability_trace import fit_to_job
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause
+from slipstream.cli.fleet.simulation import compare
+from slipstream.cli.fleet.synthetic_trace import draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.trace_file import parse_availability_trace
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.job.presets import preset, preset_names
 from tests.cli.fleet.small import failing, job
 
 LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause, Checkpoints, Phase, Spans
-from cli.fleet.simulation import Comparison, compare
-from cli.fleet.synthetic_trace import draw_trace
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause, Checkpoints, Phase, Spans
+from slipstream.cli.fleet.simulation import Comparison, compare
+from slipstream.cli.fleet.synthetic_trace import draw_trace
 from tests.cli.fleet.small import COSTS, WHOLE, failing, lose, run, scenario, trace
 
 

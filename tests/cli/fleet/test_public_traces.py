@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.trace_file import TraceFileError, read_availability_trace
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 ACME = """job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time
 1,u1,4,32,8,Pretrain,FAILED,2023-03-01 00:00:00+08:00,2023-03-01 00:00:00+08:00,2023-03-01 01:00:00+08:00,3600,0,0

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from cli.fleet.availability_trace import group_gpus
-from cli.fleet.failure_models import SLOW_MODELS
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Scenario
-from cli.fleet.simulation import compare, simulate, throughputs_over_traces
-from cli.fleet.synthetic_trace import draw_slow, draw_trace
-from cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.availability_trace import group_gpus
+from slipstream.cli.fleet.failure_models import SLOW_MODELS
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Scenario
+from slipstream.cli.fleet.simulation import compare, simulate, throughputs_over_traces
+from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
 from tests.cli.fleet.small import COSTS, failing, gain, job, lose, scenario, trace
 
 KINDS = [POLICIES[name] for name in ("fault-scaled", "torchft", "work-conserving")]

@@ -5,17 +5,17 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from cli.fleet.figures import FIGURES, ablation, failures, published, scaling
-from cli.fleet.figures.failures import steady_rates
-from cli.fleet.figures.figure import Series
-from cli.fleet.loads import spread_over_stages
-from cli.fleet.settled import SettledPlans
-from cli.fleet.throughput import Throughputs
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from planner.plan import plan_job
-from planner.tables.build import build_table
-from schedules.tables.table import Table
+from slipstream.cli.fleet.figures import FIGURES, ablation, failures, published, scaling
+from slipstream.cli.fleet.figures.failures import steady_rates
+from slipstream.cli.fleet.figures.figure import Series
+from slipstream.cli.fleet.loads import spread_over_stages
+from slipstream.cli.fleet.settled import SettledPlans
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job
+from slipstream.planner.tables.build import build_table
+from slipstream.schedules.tables.table import Table
 from tests.cli.fleet.small import job
 
 OPTIONS = PlanOptions(method="greedy", steps=200_000)
@@ -64,7 +64,7 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
 def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
     whole = Throughputs(job(pipelines=12, stages=3)).planned(down)
-    monkeypatch.setattr("cli.fleet.throughput.LARGE", 10)
+    monkeypatch.setattr("slipstream.cli.fleet.throughput.LARGE", 10)
     assert Throughputs(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
 
 

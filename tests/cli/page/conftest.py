@@ -1,6 +1,6 @@
 import pytest
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 from tests.cli.page.pages import EXAMPLE, write_page
 from tests.generate import planned
 

@@ -1,6 +1,6 @@
 """The timeline page of a small schedule, and questions to it."""
 
-from cli.timeline_page import Shown, timeline_page
+from slipstream.cli.timeline_page import Shown, timeline_page
 from tests.jobs import grid
 
 EXAMPLE = grid(3, 4, 6, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 3",

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from planner.job.file import parse_job
-from schedules.schedule import Grid, OpKind, ProgramOp, Seat, VirtualStage, Worker
+from slipstream.planner.job.file import parse_job
+from slipstream.schedules.schedule import Grid, OpKind, ProgramOp, Seat, VirtualStage, Worker
 from tests.cli.page.pages import write_page
 from tests.general import layers_moved
 from tests.generate import planned

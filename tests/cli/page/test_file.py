@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.timeline_page import MAX_OPS, Shown, timeline_page
-from schedules.codec import write
-from schedules.measured_trace import MeasuredTrace, write_measured_trace
-from schedules.schedule import OpKind, ProgramOp
+from slipstream.cli.app import app
+from slipstream.cli.timeline_page import MAX_OPS, Shown, timeline_page
+from slipstream.schedules.codec import write
+from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
+from slipstream.schedules.schedule import OpKind, ProgramOp
 from tests.cli.page.pages import EXAMPLE, write_page
 from tests.generate import BROKEN, by_hand, measured_of, planned
 from tests.jobs import grid

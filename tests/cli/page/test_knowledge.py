@@ -5,11 +5,11 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.normalise import normalised
-from planner.options import PlanOptions
-from schedules.memory import memory_peaks
-from schedules.precedence import op_key, producers
-from schedules.schedule import COMPUTE_KINDS, Worker
+from slipstream.planner.normalise import normalised
+from slipstream.planner.options import PlanOptions
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.precedence import op_key, producers
+from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.cli.page.pages import write_page
 from tests.general import general_schedules
 from tests.generate import schedules

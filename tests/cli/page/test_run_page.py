@@ -6,11 +6,11 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.drawing.run_charts import MOST_POINTS, points, settling, ticks
-from cli.run_page import MOST_EVENTS, run_page
-from cli.shared.event_words import group, sentence
-from runtime.run_record import read_run
+from slipstream.cli.app import app
+from slipstream.cli.drawing.run_charts import MOST_POINTS, points, settling, ticks
+from slipstream.cli.run_page import MOST_EVENTS, run_page
+from slipstream.cli.shared.event_words import group, sentence
+from slipstream.runtime.run_record import read_run
 from tests.cli.runs import SAMPLES, Writer, long_run, settled_run
 
 

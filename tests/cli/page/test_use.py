@@ -2,7 +2,7 @@
 
 import pytest
 
-from schedules.schedule import Worker
+from slipstream.schedules.schedule import Worker
 from tests.cli.page.pages import chosen, middle, span, write_page
 from tests.generate import measured_of, planned
 from tests.jobs import grid

@@ -7,16 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.job.estimate import GPUS, Layout, ModelShape, estimate
-from planner.job.file import parse_job
-from planner.job.layers import layer_costs
-from planner.job.presets import preset, preset_names
-from planner.job.shared_state import with_shared_state
-from planner.job.writer import job_text
-from planner.model.ticks import tick_of
-from planner.plan import plan_job
-from runtime.config import parse_run_config
-from schedules.schedule import Worker
+from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.presets import preset, preset_names
+from slipstream.planner.job.shared_state import with_shared_state
+from slipstream.planner.job.writer import job_text
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.plan import plan_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.schedules.schedule import Worker
 
 
 def gpt(layers, hidden, heads, vocabulary=50_304):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.job.file import JobError, LayerValues, parse_job, read_job
-from schedules.schedule import Worker
+from slipstream.planner.job.file import JobError, LayerValues, parse_job, read_job
+from slipstream.schedules.schedule import Worker
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
 GOOD = "name = 'gpt'\npipelines = 2\nstages = 3\nmicrobatches = 4\n" + TIME

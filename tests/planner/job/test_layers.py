@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.job.file import JobError, parse_job
-from planner.job.layers import LayerCosts, layer_costs
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.layers import LayerCosts, layer_costs
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = [0, 0.0294]\nbackward_weight = 0.0199\noptimizer = 0.01\n"
 GOOD = "pipelines = 2\nstages = 2\nmicrobatches = 4\n" + TIME

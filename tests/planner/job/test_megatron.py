@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.job.file import JobError, parse_job, placement_table
-from planner.job.megatron import layout_counts, layout_text
+from slipstream.planner.job.file import JobError, parse_job, placement_table
+from slipstream.planner.job.megatron import layout_counts, layout_text
 
 JOB = """pipelines = 1
 stages = {}

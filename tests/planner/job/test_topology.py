@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.job.file import JobError, parse_job
-from planner.job.topology import topology_table, workers_of_nodes
-from planner.job.writer import job_text
-from schedules.schedule import Worker
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.topology import topology_table, workers_of_nodes
+from slipstream.planner.job.writer import job_text
+from slipstream.schedules.schedule import Worker
 
 GRID = "pipelines = 2\nstages = 3\nmicrobatches = 4\n"
 TIME = "[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"

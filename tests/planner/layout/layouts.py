@@ -4,9 +4,9 @@ import itertools
 
 import networkx as nx
 
-from planner.layout.problem import LayoutProblem
-from planner.layout.types import UNLIMITED, Layout, LiveWorker, MicroBatch
-from schedules.schedule import Worker
+from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.types import UNLIMITED, Layout, LiveWorker, MicroBatch
+from slipstream.schedules.schedule import Worker
 
 
 def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), slow=None, layers="move", transfer=2,

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.job.file import parse_job
-from planner.layout.bounds import fill_ticks, period_bound, whole_bound, work_bound
-from planner.model.from_job import build_problem, layout_problem
-from schedules.schedule import Worker
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.layout.bounds import fill_ticks, period_bound, whole_bound, work_bound
+from slipstream.planner.model.from_job import build_problem, layout_problem
+from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import problem
 from tests.planner.search.brute_force import optimal_period
 

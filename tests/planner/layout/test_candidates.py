@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.layout.bounds import fill_ticks, period_bound, work_bound
-from planner.layout.candidates import candidates
-from schedules.schedule import Worker
+from slipstream.planner.layout.bounds import fill_ticks, period_bound, work_bound
+from slipstream.planner.layout.candidates import candidates
+from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 

@@ -7,14 +7,14 @@ from collections import Counter
 import networkx as nx
 import pytest
 
-from planner.budget import Budget
-from planner.layout.bounds import work_bound
-from planner.layout.candidates import candidates
-from planner.layout.cpsat import improved
-from planner.layout.cuts import lines_of, one_cut
-from planner.layout.division import Divider
-from planner.layout.routes import layout_of
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.bounds import work_bound
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.cpsat import improved
+from slipstream.planner.layout.cuts import lines_of, one_cut
+from slipstream.planner.layout.division import Divider
+from slipstream.planner.layout.routes import layout_of
+from slipstream.schedules.schedule import Worker
 from tests.lines_run import lines_run
 from tests.planner.layout.layouts import assert_valid, loads, problem
 

@@ -1,8 +1,8 @@
 """Large clusters are laid out group by group."""
 
-from planner.layout.bounds import work_bound
-from planner.layout.candidates import candidates
-from planner.layout.groups import groups_of
+from slipstream.planner.layout.bounds import work_bound
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.groups import groups_of
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from planner.layout.candidates import candidates
-from planner.layout.types import LiveWorker
-from schedules.schedule import Worker
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.types import LiveWorker
+from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 STAGE_1_LOST = ["0.1", "1.1"]

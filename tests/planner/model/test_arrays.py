@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.arrays import ProblemArrays
-from planner.model.from_job import build_problem
-from planner.search.assignment import ASSIGNMENT_RULES, assign
-from schedules.precedence import waits
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.schedules.precedence import waits
 from tests.jobs import failures, jobs
 
 

@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.budget import Budget
-from planner.model.arrays import ProblemArrays
-from planner.model.bounds import lower_bound, whole_fill
-from planner.model.drain import Room, most_left
-from planner.model.from_job import build_problem
-from planner.plan import plan_job
-from planner.search.assignment import assign
-from planner.search.baselines import BASELINES
-from planner.search.cpsat.model import improve
-from planner.search.engine import solve
-from planner.search.list_scheduler import DispatchRule, ListScheduler
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.bounds import lower_bound, whole_fill
+from slipstream.planner.model.drain import Room, most_left
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.plan import plan_job
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.cpsat.model import improve
+from slipstream.planner.search.engine import solve
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 PAPER = {  # forward, backward_input, backward_weight, transfer in ms; activation, stash: Qi et al., ICLR 2024

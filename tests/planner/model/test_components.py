@@ -4,15 +4,15 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.budget import Budget
-from planner.layout.types import Layout, MicroBatch, Stop
-from planner.model.assemble import build_schedule
-from planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
-from planner.model.from_job import problem_of_layout
-from planner.search.bound import divided
-from planner.search.list_schedules import list_schedules
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.types import Layout, MicroBatch, Stop
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
+from slipstream.planner.model.from_job import problem_of_layout
+from slipstream.planner.search.bound import divided
+from slipstream.planner.search.list_schedules import list_schedules
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 STAGES, MICROBATCHES = 3, 4

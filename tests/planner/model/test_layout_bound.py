@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from planner.budget import Budget
-from planner.layout.candidates import candidates
-from planner.layout.types import Layout, MicroBatch, Stop
-from planner.model.bounds import whole_fill
-from planner.model.decompose import decompose
-from planner.model.from_job import build_problem, layout_problem, problem_of_layout
-from planner.model.layout_bound import LayoutBound, can_bound
-from planner.search.bound import divided
-from planner.search.engine import solve
-from planner.search.list_scheduler import StuckError
-from planner.search.list_schedules import list_schedules
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.types import Layout, MicroBatch, Stop
+from slipstream.planner.model.bounds import whole_fill
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from slipstream.planner.model.layout_bound import LayoutBound, can_bound
+from slipstream.planner.search.bound import divided
+from slipstream.planner.search.engine import solve
+from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.planner.search.list_schedules import list_schedules
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 

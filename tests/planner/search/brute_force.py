@@ -3,8 +3,8 @@
 import itertools
 from collections import defaultdict
 
-from planner.model.problem import Problem, Unit
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.schedules.schedule import OpKind, Worker
 
 
 def optimal_period(problem: Problem) -> int:

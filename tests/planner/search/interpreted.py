@@ -9,7 +9,7 @@ from unittest import mock
 
 import numba
 
-from planner.search import kernel
+from slipstream.planner.search import kernel
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def interpreted(*names: str):
 
 @cache
 def _load(name: str) -> ModuleType:
-    full = f"planner.search.kernel.{name}"
+    full = f"slipstream.planner.search.kernel.{name}"
     spec = importlib.util.find_spec(full)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

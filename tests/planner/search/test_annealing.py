@@ -6,29 +6,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.budget import STEP_SECONDS, Budget
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.model.start_times import solution_period
-from planner.params import DEFAULTS
-from planner.search.anneal import anneal as anneal_incumbent
-from planner.search.annealing.arrays import make_chain
-from planner.search.annealing.chain import AnnealingChain
-from planner.search.annealing.cooling import aim
-from planner.search.annealing.pieces import anneal_pieces
-from planner.search.assignment import assign
-from planner.search.compiled import ready
-from planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
-from planner.search.kernel.annealing.loop import anneal
-from planner.search.kernel.annealing.timing import set_deadlines, set_heads
-from planner.search.kernel.annealing.timing import time as timed
-from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.list_schedules import list_schedules
-from planner.search.proposals import Proposals
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.budget import STEP_SECONDS, Budget
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS
+from slipstream.planner.search.anneal import anneal as anneal_incumbent
+from slipstream.planner.search.annealing.arrays import make_chain
+from slipstream.planner.search.annealing.chain import AnnealingChain
+from slipstream.planner.search.annealing.cooling import aim
+from slipstream.planner.search.annealing.pieces import anneal_pieces
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
+from slipstream.planner.search.kernel.annealing.loop import anneal
+from slipstream.planner.search.kernel.annealing.timing import set_deadlines, set_heads
+from slipstream.planner.search.kernel.annealing.timing import time as timed
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.planner.search.list_schedules import list_schedules
+from slipstream.planner.search.proposals import Proposals
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
 
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan import plan_job
-from schedules.check import check
-from schedules.schedule import OpKind, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import failures, grid, jobs
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.jobs import uniform_job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.search import compiled
-from schedules.schedule import Worker
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.search import compiled
+from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
 ROOT = Path(compiled.__file__).parents[2]
@@ -18,7 +18,7 @@ LINE = "compiling the planner's inner loops"
 USE = """
 import os
 from pathlib import Path
-from planner.search.compiled import ENTRIES, _entry, ready
+from slipstream.planner.search.compiled import ENTRIES, _entry, ready
 import numpy as np
 
 ready(lambda line: print("#", line))
@@ -27,8 +27,8 @@ for name in ENTRIES:
 print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 """
 ENTRY = """
-from planner.search.kernel.annealing.random import below
-from planner.search.kernel.jit import jit
+from slipstream.planner.search.kernel.annealing.random import below
+from slipstream.planner.search.kernel.jit import jit
 
 
 @jit
@@ -88,7 +88,7 @@ def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_p
     compiled.ready()
     copy_of_the_installation(tmp_path, with_code=True)
     os.utime(tmp_path / "planner" / "search" / "kernel" / "annealing" / "loop.py")  # newer than its machine code
-    ask = "from planner.search.compiled import is_compiled; print(is_compiled())"
+    ask = "from slipstream.planner.search.compiled import is_compiled; print(is_compiled())"
     done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout.split() == ["True"]
@@ -122,8 +122,8 @@ def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path
 
 def test_no_plan_waits_for_the_compiler_within_its_time_limit():
     """Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds."""
-    from planner.search.kernel import list_scheduler, start_times
-    from planner.search.kernel.annealing import loop
+    from slipstream.planner.search.kernel import list_scheduler, start_times
+    from slipstream.planner.search.kernel.annealing import loop
 
     compiled.ready()
     job = uniform_job(2, 4, 4, capacity=8)

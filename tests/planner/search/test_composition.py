@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from planner.layout.candidates import candidates
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.decompose import undivided
-from planner.model.from_job import layout_problem, problem_of_layout
-from planner.model.start_times import solution_period
-from planner.search.assignment import assign
-from planner.search.composition import Composition
-from planner.search.list_scheduler import DispatchRule, ListScheduler, shares_of_forward
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.decompose import undivided
+from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.composition import Composition
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, shares_of_forward
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 

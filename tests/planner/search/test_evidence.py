@@ -4,14 +4,14 @@
 import msgspec
 import pytest
 
-from planner.budget import Budget, Clock
-from planner.model.from_job import build_problem
-from planner.search.anneal import anneal
-from planner.search.evidence import evidence
-from planner.search.incumbent import AnnealingEffort
-from planner.search.list_schedules import list_schedules
-from planner.search.proposals import Proposals
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget, Clock
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.search.anneal import anneal
+from slipstream.planner.search.evidence import evidence
+from slipstream.planner.search.incumbent import AnnealingEffort
+from slipstream.planner.search.list_schedules import list_schedules
+from slipstream.planner.search.proposals import Proposals
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.job.file import parse_job
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.from_job import build_problem
-from planner.model.problem import NoPlanError, Problem
-from planner.model.start_times import solution_period
-from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.list_scheduler import DispatchRule, ListScheduler, Places, Rerouted
-from schedules.check import check
-from schedules.schedule import OpKind
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, Places, Rerouted
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import OpKind
 from tests.jobs import failures, jobs
 from tests.planner.search.brute_force import optimal_period
 from tests.planner.search.interpreted import interpreted

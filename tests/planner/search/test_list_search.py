@@ -8,21 +8,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.budget import Budget
-from planner.layout.candidates import candidates
-from planner.model.arrays import ProblemArrays
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.decompose import decompose
-from planner.model.from_job import build_problem, layout_problem, problem_of_layout
-from planner.model.start_times import solution_period
-from planner.params import DEFAULTS
-from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.dispatch_rules import changed
-from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.list_search import _exchanged, search
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS
+from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.planner.search.dispatch_rules import changed
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.planner.search.list_search import _exchanged, search
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
 
 

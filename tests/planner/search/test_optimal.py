@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.budget import Budget
-from planner.model.assemble import build_schedule
-from planner.model.bounds import lower_bound
-from planner.model.from_job import build_problem
-from planner.plan import plan_job
-from planner.search.engine import solve
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.plan import plan_job
+from slipstream.planner.search.engine import solve
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.planner.search.brute_force import optimal_period
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.layout.candidates import candidates
-from planner.model.arrays import ProblemArrays, padded
-from planner.model.assemble import build_schedule
-from planner.model.from_job import layout_problem, problem_of_layout
-from planner.model.start_times import solution_period
-from planner.search.annealing.chain import AnnealingChain
-from planner.search.assignment import assign
-from planner.search.kernel.start_times import close, put_off, reduce
-from planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
-from schedules.check import check
-from schedules.schedule import Worker
+from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.model.arrays import ProblemArrays, padded
+from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.search.annealing.chain import AnnealingChain
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.kernel.start_times import close, put_off, reduce
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
 TICKS = st.integers(0, 9)

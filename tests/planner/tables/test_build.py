@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.job.file import parse_job
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
-from planner.tables.folder import PARTS, decode_part, encode_part
-from schedules.check import check
-from schedules.schedule import Worker
-from schedules.tables.file import TableError
-from schedules.tables.pattern import dead_column, pattern_key, pattern_of, pipeline_classes
-from schedules.tables.table import Table
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
+from slipstream.planner.tables.folder import PARTS, decode_part, encode_part
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.pattern import dead_column, pattern_key, pattern_of, pipeline_classes
+from slipstream.schedules.tables.table import Table
 from tests.patience import SECONDS
 
 JOB = b"""
@@ -61,7 +61,7 @@ def in_this_process(monkeypatch):
     def run_all(plan, tasks, jobs, refusals=()):
         yield from ((task, plan(task)) for task in tasks)
 
-    monkeypatch.setattr("planner.tables.build.run_all", run_all)
+    monkeypatch.setattr("slipstream.planner.tables.build.run_all", run_all)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_a_damaged_part_is_refused(tmp_path):
 
 
 def encode_with(part, sha256):
-    from schedules.tables.file import compress
+    from slipstream.schedules.tables.file import compress
     return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256)))
 
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from planner.tables.process_pool import PoolError, run_all
+from slipstream.planner.tables.process_pool import PoolError, run_all
 
 
 def _double(task):

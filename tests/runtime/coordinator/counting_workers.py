@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,
     Finished,
@@ -12,10 +12,10 @@ from runtime.protocol.to_coordinator import (
     Ready,
     Started,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
-from runtime.replay.placement import Placement
-from schedules.codec import decode
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.codec import decode
+from slipstream.schedules.schedule import Worker
 
 PLACEMENT = Placement([0, 2, 4])
 ITERATIONS = 12

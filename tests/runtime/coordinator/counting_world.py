@@ -2,17 +2,17 @@
 
 import functools
 
-from runtime.coordinator.checkpoint_timer import CheckpointTimer
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.context import Listeners
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.loss_file import LossFile, read_losses
-from runtime.coordinator.planning import NoScheduleError, ScheduleService
-from runtime.coordinator.rank_reports import RankReports
-from runtime.coordinator.take_over import TakeOver
-from runtime.protocol.to_coordinator import Checkpoints, FetchUpToDate, Finished, Paused, Ran, Ready, Started
-from runtime.protocol.to_worker import EndOrder
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.context import Listeners
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
+from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.rank_reports import RankReports
+from slipstream.runtime.coordinator.take_over import TakeOver
+from slipstream.runtime.protocol.to_coordinator import Checkpoints, FetchUpToDate, Finished, Paused, Ran, Ready, Started
+from slipstream.runtime.protocol.to_worker import EndOrder
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.counting_workers import ITERATIONS, PLACEMENT, RANKS, Counting, Rank
 from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for

@@ -4,16 +4,16 @@ import asyncio
 import os
 import time
 
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.event_loop import EventLoop
-from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.run import Run
-from runtime.processes.stop_signals import StopSignals
-from runtime.protocol import to_worker
-from runtime.protocol.rendezvous import Rendezvous, listen
-from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.processes.stop_signals import StopSignals
+from slipstream.runtime.protocol import to_worker
+from slipstream.runtime.protocol.rendezvous import Rendezvous, listen
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Finished,
     Heartbeat,
@@ -24,9 +24,9 @@ from runtime.protocol.to_coordinator import (
     Started,
     Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
-from schedules.codec import decode
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
+from slipstream.schedules.codec import decode
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import SECRET, talk

@@ -3,10 +3,10 @@
 import errno
 from io import FileIO
 
-from runtime.coordinator import appended_file
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.loss_file import LossFile, read_losses
-from runtime.events import EVENTS, Noted, decode
+from slipstream.runtime.coordinator import appended_file
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
+from slipstream.runtime.events import EVENTS, Noted, decode
 
 
 class Full(FileIO):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.coordinator import checkpoint_timer
-from runtime.coordinator.checkpoint_timer import LEAST_SECONDS, SHARE, CheckpointTimer
+from slipstream.runtime.coordinator import checkpoint_timer
+from slipstream.runtime.coordinator.checkpoint_timer import LEAST_SECONDS, SHARE, CheckpointTimer
 from tests.runtime.coordinator.clock import Clock
 
 

@@ -2,9 +2,9 @@ from itertools import permutations
 
 import pytest
 
-from runtime.coordinator.commit_log import CommitLog, CommitLogError
-from runtime.protocol.to_coordinator import Finished, Ran
-from runtime.protocol.to_worker import Factor
+from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.protocol.to_coordinator import Finished, Ran
+from slipstream.runtime.protocol.to_worker import Factor
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

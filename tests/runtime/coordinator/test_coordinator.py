@@ -5,22 +5,30 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator import going_back, join_planning
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.context import Listeners
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
-from runtime.coordinator.planning import NoScheduleError, ScheduleService
-from runtime.coordinator.settling import Cost, Settler
-from runtime.errors import RunError
-from runtime.events import Event, NodeLost
-from runtime.failure_domains import FailureDomains
-from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
-from runtime.replay.placement import Placement
-from schedules.codec import decode
-from schedules.schedule import COMPUTE_KINDS, Seat, Worker
+from slipstream.runtime.coordinator import going_back, join_planning
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.context import Listeners
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
+from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Event, NodeLost
+from slipstream.runtime.failure_domains import FailureDomains
+from slipstream.runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchFailed,
+    FetchUpToDate,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+)
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.codec import decode
+from slipstream.schedules.schedule import COMPUTE_KINDS, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.running import schedule_for

@@ -3,10 +3,10 @@
 import hashlib
 import json
 
-from runtime.coordinator import event_log
-from runtime.coordinator.event_log import EventLog
-from runtime.events import Failed, Finished, Noted, decode
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import event_log
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.events import Failed, Finished, Noted, decode
+from slipstream.schedules.schedule import Worker
 
 
 def lines(folder):

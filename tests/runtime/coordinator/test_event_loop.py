@@ -9,12 +9,12 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator import stall_watch
-from runtime.coordinator.boundary import BoundaryPlanner
-from runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
-from runtime.errors import RunError
-from runtime.protocol import to_node_agent
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator import stall_watch
+from slipstream.runtime.coordinator.boundary import BoundaryPlanner
+from slipstream.runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.protocol import to_node_agent
+from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Failed,
     JoinNode,
@@ -25,9 +25,9 @@ from runtime.protocol.to_coordinator import (
     Ready,
     Status,
 )
-from runtime.protocol.to_node_agent import NodeTaken
-from runtime.run_folder import holder, locked
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_node_agent import NodeTaken
+from slipstream.runtime.run_folder import holder, locked
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator import talking
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
 from tests.runtime.running import schedule_for, tiny

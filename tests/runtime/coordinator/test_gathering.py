@@ -1,5 +1,5 @@
-from runtime.coordinator.gathering import TOLD, who_is_awaited
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.gathering import TOLD, who_is_awaited
+from slipstream.schedules.schedule import Worker
 
 WORKERS = [Worker(pipeline, 0) for pipeline in range(4)]
 

@@ -1,8 +1,8 @@
 import pytest
 
-from runtime.coordinator import heartbeat_monitor
-from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import heartbeat_monitor
+from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.clock import Clock
 
 LEFT, RIGHT = Worker(0, 0), Worker(1, 0)

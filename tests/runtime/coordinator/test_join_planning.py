@@ -1,10 +1,10 @@
 """What the events of a fetch say, and that nothing else is counted."""
 
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.join_planning import JoinPlanner
-from runtime.events import FetchBegun, FetchProgressed
-from runtime.protocol.to_worker import LayerMove
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.join_planning import JoinPlanner
+from slipstream.runtime.events import FetchBegun, FetchProgressed
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

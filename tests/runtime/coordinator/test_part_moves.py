@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from runtime.coordinator.part_moves import Partition
-from runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
-from runtime.protocol.to_coordinator import Kept
-from runtime.replay.placement import place
-from schedules.schedule import Worker
-from schedules.tables.relabel import relabel
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
+from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.replay.placement import place
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.relabel import relabel
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from runtime.coordinator import planning
-from runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import planning
+from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
+from slipstream.schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock

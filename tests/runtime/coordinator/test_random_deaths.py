@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from runtime.coordinator import checkpoint_timer, join_planning
-from runtime.errors import RunError
+from slipstream.runtime.coordinator import checkpoint_timer, join_planning
+from slipstream.runtime.errors import RunError
 from tests.runtime.coordinator.counting_workers import ITERATIONS
 from tests.runtime.coordinator.counting_world import RankedWorld, World
 

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator.rank_reports import RankReports
-from runtime.protocol.to_coordinator import (
+from slipstream.runtime.coordinator.rank_reports import RankReports
+from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     Finished,
     Known,
@@ -16,9 +16,9 @@ from runtime.protocol.to_coordinator import (
     Status,
     Validated,
 )
-from runtime.protocol.to_worker import Factor
-from runtime.replay.recorder import OpTime
-from schedules.schedule import OpKind, Worker
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.schedule import OpKind, Worker
 
 WORKER, OTHER = Worker(0, 1), Worker(1, 1)
 

@@ -1,6 +1,6 @@
-from runtime.coordinator import recovery
-from runtime.coordinator.recovery import RecoveryClock
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import recovery
+from slipstream.runtime.coordinator.recovery import RecoveryClock
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.clock import Clock
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)

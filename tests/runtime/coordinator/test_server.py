@@ -8,14 +8,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from runtime.coordinator import server
-from runtime.coordinator.server import Server, serve
-from runtime.protocol.authentication import SPOKEN, Answer, Secret
-from runtime.protocol.channel import MAX_BYTES, frame
-from runtime.protocol.rendezvous import listen
-from runtime.protocol.to_coordinator import Ended, Heartbeat, JoinNode, JoinWorker, Note
-from runtime.protocol.to_worker import Leave
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import server
+from slipstream.runtime.coordinator.server import Server, serve
+from slipstream.runtime.protocol.authentication import SPOKEN, Answer, Secret
+from slipstream.runtime.protocol.channel import MAX_BYTES, frame
+from slipstream.runtime.protocol.rendezvous import listen
+from slipstream.runtime.protocol.to_coordinator import Ended, Heartbeat, JoinNode, JoinWorker, Note
+from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, talk
 
 WORKER = Worker(0, 1)

@@ -3,22 +3,22 @@
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator import planning, slow_detector, slow_workers
-from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.context import Listeners
-from runtime.coordinator.coordinator import Coordinator
-from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.planning import NoScheduleError, ScheduleService
-from runtime.coordinator.settling import Cost, Settler
-from runtime.coordinator.speed_planning import period_at
-from runtime.events import FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
-from runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
-from runtime.replay.placement import Placement
-from runtime.replay.recorder import OpTime
-from schedules.check import check
-from schedules.codec import decode
-from schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Seat, Worker
+from slipstream.runtime.coordinator import planning, slow_detector, slow_workers
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.context import Listeners
+from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.coordinator.speed_planning import period_at
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
+from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.failing import Planning, planned
 from tests.runtime.running import schedule_for

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.slow_detector import CellTime, SlowDetector
-from schedules.schedule import OpKind, Worker
+from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector
+from slipstream.schedules.schedule import OpKind, Worker
 
 SLOW = Worker(1, 2)
 KINDS = {OpKind.F: 0.02, OpKind.I: 0.02, OpKind.W: 0.025}

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from planner.failures import FailurePlanner
-from runtime.coordinator import slow_workers
-from runtime.coordinator.planning import ScheduleService
-from runtime.coordinator.slow_workers import SlowWorkers
-from runtime.protocol.to_coordinator import Ran, SpeedMeasured
-from runtime.replay.recorder import OpTime
-from schedules.schedule import COMPUTE_KINDS, Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.coordinator import slow_workers
+from slipstream.runtime.coordinator.planning import ScheduleService
+from slipstream.runtime.coordinator.slow_workers import SlowWorkers
+from slipstream.runtime.protocol.to_coordinator import Ran, SpeedMeasured
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.failures import FailurePlanner
-from runtime.coordinator.planning import NoScheduleError
-from runtime.coordinator.speed_planning import decide, period_at, worth_back
-from schedules.schedule import Worker
+from slipstream.planner.failures import FailurePlanner
+from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.coordinator.speed_planning import decide, period_at, worth_back
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

@@ -1,9 +1,9 @@
 import pytest
 
-from runtime.coordinator import stall_watch
-from runtime.coordinator.stall_watch import ANSWER_SECONDS, StallWatch
-from runtime.protocol.to_coordinator import Status
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import stall_watch
+from slipstream.runtime.coordinator.stall_watch import ANSWER_SECONDS, StallWatch
+from slipstream.runtime.protocol.to_coordinator import Status
+from slipstream.schedules.schedule import Worker
 
 A, B, C = Worker(0, 0), Worker(1, 0), Worker(0, 1)
 HELD = {A: {0, 1}, B: {0, 1}, C: {2}}

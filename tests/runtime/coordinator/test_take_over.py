@@ -1,10 +1,10 @@
 """What a new coordinator makes of what the workers know."""
 
-from runtime.coordinator import take_over
-from runtime.coordinator.take_over import REJOIN_SECONDS, START_SECONDS, TakeOver
-from runtime.protocol.to_coordinator import Known
-from runtime.protocol.to_worker import Factor
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import take_over
+from slipstream.runtime.coordinator.take_over import REJOIN_SECONDS, START_SECONDS, TakeOver
+from slipstream.runtime.protocol.to_coordinator import Known
+from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.clock import Clock
 
 ONE, OTHER, THIRD = Worker(0, 0), Worker(0, 1), Worker(1, 0)

@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator import heartbeat_monitor
-from runtime.coordinator.run import Run
-from runtime.coordinator.worker_connections import WorkerConnections
-from schedules.schedule import Worker
+from slipstream.runtime.coordinator import heartbeat_monitor
+from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.coordinator.talking import SETUP, Processes

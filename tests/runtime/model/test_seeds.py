@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from runtime.model.seeds import GENERATORS, seeded
+from slipstream.runtime.model.seeds import GENERATORS, seeded
 
 
 def test_a_thread_that_is_left_behind_keeps_nobody_waiting_and_leaves_without_a_change():

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from runtime.processes.children import ChildError, Children
-from runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.children import ChildError, Children
+from slipstream.runtime.processes.fork_server import ForkServer
 from tests.runtime.processes.child import Life
 from tests.runtime.running import wait_until_gone
 

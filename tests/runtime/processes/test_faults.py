@@ -5,13 +5,13 @@ import signal
 
 import pytest
 
-from runtime.events import Joined, Noted
-from runtime.processes import process_manager
-from runtime.processes.faults import HOUR_SECONDS, LONGEST_PAUSE_SECONDS, OF_A_NODE, TOGETHER_SECONDS, Faults
-from runtime.processes.process_manager import ProcessManager
-from runtime.protocol.to_coordinator import Ended
-from runtime.protocol.to_node_agent import StartWorker
-from schedules.schedule import Worker
+from slipstream.runtime.events import Joined, Noted
+from slipstream.runtime.processes import process_manager
+from slipstream.runtime.processes.faults import HOUR_SECONDS, LONGEST_PAUSE_SECONDS, OF_A_NODE, TOGETHER_SECONDS, Faults
+from slipstream.runtime.processes.process_manager import ProcessManager
+from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_node_agent import StartWorker
+from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.failing import Told, tiny, train_until
 

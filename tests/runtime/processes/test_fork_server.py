@@ -8,15 +8,15 @@ import sys
 
 import msgspec
 
-from runtime.processes import fork_server
-from runtime.processes.fork_server import AdoptedForkServer, ForkServer
-from runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
+from slipstream.runtime.processes import fork_server
+from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer
+from slipstream.runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
 import os, signal, sys
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.fork_server_messages import ProcessSpec
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec
 server = ForkServer()
 for name in "abc":
     server.start(ProcessSpec(name, "time:sleep", "", os.devnull))
@@ -33,8 +33,8 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
 
 ADOPTS = """
 import os, signal, sys
-from runtime.processes.fork_server import ForkServer, adopt
-from runtime.processes.fork_server_messages import ProcessSpec
+from slipstream.runtime.processes.fork_server import ForkServer, adopt
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec
 if len(sys.argv) == 1:
     server = ForkServer()
     server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", os.devnull))

@@ -5,10 +5,18 @@ import sys
 
 import pytest
 
-from runtime.processes.launchers import GpuShare, Launched, LocalProcess, gpu_share, launched, of_ranks, to_open
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.replay.placement import assign_to_nodes
-from schedules.schedule import Worker
+from slipstream.runtime.processes.launchers import (
+    GpuShare,
+    Launched,
+    LocalProcess,
+    gpu_share,
+    launched,
+    of_ranks,
+    to_open,
+)
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.replay.placement import assign_to_nodes
+from slipstream.schedules.schedule import Worker
 from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 
 JOB = tiny_text(pipelines=2, iterations=8)

@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
-from runtime.config import parse_run_config
-from runtime.processes.fork_server_messages import ProcessSpec
-from runtime.processes.found_workers import FoundWorker, find_workers
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
-from runtime.processes.worker_start import NodeSettings, process_name, worker_named
-from runtime.protocol.authentication import new_secret
-from runtime.protocol.rendezvous import Rendezvous
-from runtime.protocol.to_coordinator import Ended
-from runtime.protocol.to_node_agent import KillWorker
-from schedules.schedule import Worker
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.processes.fork_server_messages import ProcessSpec
+from slipstream.runtime.processes.found_workers import FoundWorker, find_workers
+from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
+from slipstream.runtime.processes.worker_start import NodeSettings, process_name, worker_named
+from slipstream.runtime.protocol.authentication import new_secret
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+from slipstream.runtime.protocol.to_coordinator import Ended
+from slipstream.runtime.protocol.to_node_agent import KillWorker
+from slipstream.schedules.schedule import Worker
 from tests.runtime.forked import own_fork_server
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.model.checkpoints.checkpoint import latest
+from slipstream.runtime.model.checkpoints.checkpoint import latest
 from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from runtime.protocol import authentication
-from runtime.protocol.authentication import (
+from slipstream.runtime.protocol import authentication
+from slipstream.runtime.protocol.authentication import (
     FILE_VARIABLE,
     VARIABLE,
     Refusals,

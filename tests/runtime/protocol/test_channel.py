@@ -8,14 +8,14 @@ import threading
 import msgspec
 import pytest
 
-from runtime.protocol import channel as channel_module
-from runtime.protocol import to_coordinator, to_node_agent, to_worker
-from runtime.protocol.authentication import SPOKEN, Tags
-from runtime.protocol.channel import MAX_BYTES, Channel, Frames, ProtocolError, frame
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, listen
-from runtime.protocol.to_coordinator import Heartbeat, JoinWorker, Note, Ran
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
-from schedules.schedule import Worker
+from slipstream.runtime.protocol import channel as channel_module
+from slipstream.runtime.protocol import to_coordinator, to_node_agent, to_worker
+from slipstream.runtime.protocol.authentication import SPOKEN, Tags
+from slipstream.runtime.protocol.channel import MAX_BYTES, Channel, Frames, ProtocolError, frame
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, listen
+from slipstream.runtime.protocol.to_coordinator import Heartbeat, JoinWorker, Note, Ran
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
+from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, Asking, be_asked, framed
 
 WORKER = Worker(1, 2)

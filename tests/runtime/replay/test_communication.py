@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.model.state.parts import cut
-from runtime.protocol.rendezvous import host_store
-from runtime.replay import communication
-from runtime.replay.communication import Communicator
-from runtime.replay.membership import Membership
-from runtime.replay.part_exchange import PartExchange
-from runtime.replay.transfers import CommunicationError
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay import communication
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
 GONE = (Worker(1, 0),)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from runtime.replay.exchange import Exchange, TensorName
-from schedules.precedence import consumers, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Worker
+from slipstream.runtime.replay.exchange import Exchange, TensorName
+from slipstream.schedules.precedence import consumers, op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -49,7 +49,7 @@ class Alone:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
     """An activation when its gradient comes; a gradient when the next thing comes from where it went."""
-    from runtime.model.passed import TensorForm
+    from slipstream.runtime.model.passed import TensorForm
 
     microbatches = 12
     schedule = schedule_for(grid(1, 3, microbatches), backward=backward)

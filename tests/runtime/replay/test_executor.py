@@ -9,20 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from runtime.model.computing.slices import Slices, TensorForm, forms
-from runtime.model.data.data import load_corpus
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.state.holding import build_holding
-from runtime.model.state.steps import Steps
-from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator
-from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
-from runtime.replay.executor import Executor
-from runtime.replay.membership import Membership
-from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
-from runtime.replay.recorder import Recorder
-from schedules.precedence import op_key, producers
-from schedules.schedule import OpKind, Schedule, Worker
+from slipstream.runtime.model.computing.slices import Slices, TensorForm, forms
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
+from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.schedules.precedence import op_key, producers
+from slipstream.schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
 from tests.jobs import grid
 from tests.runtime.running import judge, schedule_for, tiny

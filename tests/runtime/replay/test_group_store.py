@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from runtime.replay.communication import Communicator
-from runtime.replay.group_store import GroupStore
-from runtime.replay.membership import Membership
-from runtime.replay.transfers import CommunicationError
-from schedules.schedule import Worker
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)
 

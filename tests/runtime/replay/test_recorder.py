@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from runtime.replay.recorder import Recorder
-from schedules.schedule import Op, OpKind, Worker
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.schedules.schedule import Op, OpKind, Worker
 
 WORKER = Worker(0, 0)
 OPS = [Op(OpKind.F, 0, 0, 0, WORKER, 0, 1), Op(OpKind.W, 0, 0, 0, WORKER, 1, 2),

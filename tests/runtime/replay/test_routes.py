@@ -11,24 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.config import RunConfig, parse_run_config
-from runtime.model.computing.slices import Slices, forms
-from runtime.model.data.data import load_corpus
-from runtime.model.layers.layered_model import model_for
-from runtime.model.layers.sharing import sharing_of
-from runtime.model.state.clipping import watches_gradients
-from runtime.model.state.holding import Holding, build_holding
-from runtime.model.state.steps import Steps
-from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator
-from runtime.replay.exchange import Exchange
-from runtime.replay.executor import Executor
-from runtime.replay.membership import Membership
-from runtime.replay.placement import Placement
-from runtime.replay.recorder import Recorder
-from runtime.torch_private import TCPStore
-from schedules.check import check
-from schedules.schedule import Schedule, Worker
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.model.computing.slices import Slices, forms
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.torch_private import TCPStore
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Schedule, Worker
 from tests.general import floating_layer, general_schedules, layers_moved
 from tests.runtime.running import judge
 

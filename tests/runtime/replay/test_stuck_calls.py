@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 from torch import nn
 
-from runtime.config import parse_run_config
-from runtime.launch import Resilience, run
-from runtime.model.layers.gpt import GPT
-from runtime.model.layers.gpt_parallel import ParallelGPT
-from runtime.model.layers.worker_group import worker_group
-from runtime.protocol.failure_injection import Injection
-from runtime.replay.stuck_calls import AbandonedError, OpenCalls
-from schedules.schedule import Worker
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.launch import Resilience, run
+from slipstream.runtime.model.layers.gpt import GPT
+from slipstream.runtime.model.layers.gpt_parallel import ParallelGPT
+from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.replay.stuck_calls import AbandonedError, OpenCalls
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server

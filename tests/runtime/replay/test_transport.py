@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.config import ConfigError
-from runtime.replay.transport import choose_transport
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.replay.transport import choose_transport
 
 
 @pytest.mark.parametrize(("wanted", "device", "workers", "cards", "chosen"), [

@@ -1,9 +1,9 @@
 import torch
 
-from runtime.config import parse_run_config
-from runtime.model.state.digest import parameter_digest
-from runtime.tools import reference
-from runtime.tools.reference import reference_run
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.state.digest import parameter_digest
+from slipstream.runtime.tools import reference
+from slipstream.runtime.tools.reference import reference_run
 
 CONFIG = parse_run_config({"blocks": 1, "width": 16, "heads": 2, "context": 16, "dropout": 0.1},
                           {"batch": 4, "dtype": "float64", "learning_rate": 0.01})

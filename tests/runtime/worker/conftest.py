@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.worker.layer_receiver import LayerFetch
+from slipstream.runtime.worker.layer_receiver import LayerFetch
 from tests.runtime.running import tiny
 from tests.runtime.worker.team import Team
 

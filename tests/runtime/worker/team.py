@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.config import TrainingConfig
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.state.followed_part import SteppedPart
-from runtime.model.state.holding import Holding, build_holding
-from runtime.protocol.to_worker import LayerMove
-from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
-from runtime.worker.layer_sender import LayerSender
-from schedules.schedule import Worker
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.state.followed_part import SteppedPart
+from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET
 

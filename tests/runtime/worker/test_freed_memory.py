@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.resources import private_kib
-from runtime.worker.freed_memory import give_back
+from slipstream.runtime.worker.freed_memory import give_back
 
 KIB = 20_000
 

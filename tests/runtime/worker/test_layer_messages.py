@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runtime.protocol.authentication import Keys, Tags
-from runtime.worker.layer_messages import BLOB_BYTES, MessageError, UpToDate, pack, read_message
+from slipstream.runtime.protocol.authentication import Keys, Tags
+from slipstream.runtime.worker.layer_messages import BLOB_BYTES, MessageError, UpToDate, pack, read_message
 from tests.runtime.running import command_environment
 from tests.runtime.speaking import Asking
 
@@ -92,8 +92,8 @@ def test_several_threads_may_be_the_first_to_read_a_message():
     """msgspec crashes where two threads are the first to decode a type: the module decodes each itself, at import."""
     program = (
         "import io, threading\n"
-        "from runtime.protocol.authentication import Tags\n"
-        "from runtime.worker.layer_messages import LayerState, pack, read_message\n"
+        "from slipstream.runtime.protocol.authentication import Tags\n"
+        "from slipstream.runtime.worker.layer_messages import LayerState, pack, read_message\n"
         "data, start = b''.join(pack(Tags(b'key'), LayerState(1, 2))), threading.Barrier(8)\n"
         "def read():\n"
         "    start.wait()\n"

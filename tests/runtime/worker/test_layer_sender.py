@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from runtime.replay.transfers import CommunicationError
-from runtime.worker import layer_server
-from runtime.worker.layer_messages import LayerRequest, LayerState
-from runtime.worker.layer_sender import LayerSender
-from runtime.worker.layer_server import QUEUE_STATES
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker import layer_server
+from slipstream.runtime.worker.layer_messages import LayerRequest, LayerState
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_server import QUEUE_STATES
 from tests.runtime.speaking import ask
 from tests.runtime.worker.team import LEFT, SOON
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.protocol.to_worker import Acknowledged, LayerMove, Train
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.layer_store import LayerStore
-from runtime.worker.layers_of_order import _move
-from runtime.worker.reports import Reports
-from schedules.schedule import Worker
+from slipstream.runtime.protocol.to_worker import Acknowledged, LayerMove, Train
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.layers_of_order import _move
+from slipstream.runtime.worker.reports import Reports
+from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.worker.team import build
 

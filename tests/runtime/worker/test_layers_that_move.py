@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
-from runtime.model.state.optimizer import UndoableOptimizer
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.layer_messages import LayerGradients, LayerRequest, LayerState
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.layer_messages import LayerGradients, LayerRequest, LayerState
 from tests.runtime.speaking import be_asked
 from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, build
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import torch
 from torch import distributed
 
-from runtime.model.layers.worker_group import Connection, WorkerGroup
-from runtime.protocol.to_worker import Train
-from runtime.worker import order_threads
-from runtime.worker.order_threads import OrderThreads
+from slipstream.runtime.model.layers.worker_group import Connection, WorkerGroup
+from slipstream.runtime.protocol.to_worker import Train
+from slipstream.runtime.worker import order_threads
+from slipstream.runtime.worker.order_threads import OrderThreads
 
 ORDER = Train(number=2, first_iteration=0, schedule=b"{}")
 CPU = torch.device("cpu")

@@ -7,16 +7,16 @@ import threading
 import pytest
 import torch
 
-from runtime.model.state.part_state import elements_of, trained
-from runtime.model.state.parts import cut
-from runtime.protocol.to_coordinator import Kept
-from runtime.protocol.to_worker import PartMove
-from runtime.replay.transfers import CommunicationError
-from runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
-from runtime.worker.layer_receiver import LayerFetch, part_senders_for
-from runtime.worker.layer_sender import LayerSender
-from runtime.worker.layer_store import LayerStore
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.part_state import elements_of, trained
+from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.protocol.to_worker import PartMove
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
+from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_for
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET, be_asked
 from tests.runtime.worker.team import SOON, TARGET, build, receiver

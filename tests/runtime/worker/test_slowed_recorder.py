@@ -5,10 +5,10 @@ import time
 
 import torch
 
-from runtime.model.layers.worker_group import WorkerGroup
-from runtime.protocol.failure_injection import Slowdown
-from runtime.worker.slowed_recorder import recorder_for
-from schedules.schedule import Op, OpKind, Worker
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.protocol.failure_injection import Slowdown
+from slipstream.runtime.worker.slowed_recorder import recorder_for
+from slipstream.schedules.schedule import Op, OpKind, Worker
 
 CPU = torch.device("cpu")
 SLOW = Worker(0, 0)

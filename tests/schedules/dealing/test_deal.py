@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan import plan_job
-from schedules.dealing import CostError, Dealer
-from schedules.graph import Collective, programs_of
-from schedules.precedence import op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Worker
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.dealing import CostError, Dealer
+from slipstream.schedules.graph import Collective, programs_of
+from slipstream.schedules.precedence import op_key, waits
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Worker
 from tests.general import general_schedules
 from tests.generate import op_graph
 from tests.jobs import failures, grid, jobs

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.model.from_job import build_problem
-from schedules.schedule import Worker
-from schedules.tables.pattern import (
+from slipstream.planner.model.from_job import build_problem
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.pattern import (
     count_key,
     dead_column,
     pattern_key,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.plan import plan_job
-from schedules.check import check
-from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
-from schedules.tables.moves import layers_lacked, layers_to_load
-from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
-from schedules.tables.relabel import relabel, transport
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
+from slipstream.schedules.tables.moves import layers_lacked, layers_to_load
+from slipstream.schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
+from slipstream.schedules.tables.relabel import relabel, transport
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 from tests.patience import SECONDS
@@ -122,9 +122,9 @@ def test_networkx_is_imported_with_a_table_and_not_for_a_plan():
     """It takes a tenth of a second, which a plan need not wait for and the first lookup of a recovery must not."""
     script = """if True:
         import sys
-        from planner.job.file import parse_job
-        from planner.plan import plan_job
-        from schedules.tables.table import Table, library
+        from slipstream.planner.job.file import parse_job
+        from slipstream.planner.plan import plan_job
+        from slipstream.schedules.tables.table import Table, library
         plan_job(parse_job("pipelines = 2\\nstages = 2\\nmicrobatches = 2\\n[time]\\nforward = 1\\n"
                            "backward_input = [0, 1]\\nbackward_weight = 1"), method="greedy")
         assert "networkx" not in sys.modules

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.normalise import normal_form
-from planner.options import PlanOptions
-from planner.plan import plan_job
-from schedules.check import check
-from schedules.schedule import Worker
-from schedules.tables.moves import layers_lacked
-from schedules.tables.relabel import relabel
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.moves import layers_lacked
+from slipstream.schedules.tables.relabel import relabel
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 

@@ -11,17 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.job.file import parse_job
-from planner.options import PlanOptions
-from planner.tables.build import EntryPlanner, all_tasks, basis_of
-from planner.tables.folder import TableFolder
-from schedules.check import check
-from schedules.codec import decode, encode
-from schedules.schedule import Worker
-from schedules.tables.entry_codec import decode_entry, encode_entry
-from schedules.tables.file import VERSION, Basis, TableError, digest, encode_document, read_index, with_digest
-from schedules.tables.pattern import count_key, dead_column, settled_key
-from schedules.tables.table import Table, library, library_names
+from slipstream.planner.job.file import parse_job
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.tables.build import EntryPlanner, all_tasks, basis_of
+from slipstream.planner.tables.folder import TableFolder
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.entry_codec import decode_entry, encode_entry
+from slipstream.schedules.tables.file import (
+    VERSION,
+    Basis,
+    TableError,
+    digest,
+    encode_document,
+    read_index,
+    with_digest,
+)
+from slipstream.schedules.tables.pattern import count_key, dead_column, settled_key
+from slipstream.schedules.tables.table import Table, library, library_names
 from tests.general import general_schedules
 from tests.patience import SECONDS
 
@@ -95,8 +103,8 @@ def test_unknown_workers_are_refused(table):
 
 def test_looking_up_needs_no_solver(folder):
     """The runtime may import this package alone."""
-    code = ("import sys; from pathlib import Path; from schedules.tables.table import Table; "
-            f"from schedules.schedule import Worker; "
+    code = ("import sys; from pathlib import Path; from slipstream.schedules.tables.table import Table; "
+            f"from slipstream.schedules.schedule import Worker; "
             f"print(Table.load(Path({str(folder)!r})).lookup([Worker(0, 1)]).key); "
             "print([name for name in sys.modules if name.split('.')[0] in ('ortools', 'torch', 'planner', 'scipy')])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True,
@@ -226,7 +234,7 @@ def test_forged_tables_are_refused_in_one_line(folder, tmp_path, changes, says):
 
 
 def test_a_bomb_is_not_unpacked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("schedules.tables.file.MAX_PROGRAMS_BYTES", 10**5)
+    monkeypatch.setattr("slipstream.schedules.tables.file.MAX_PROGRAMS_BYTES", 10**5)
     with pytest.raises(TableError, match="unpacks to more than 100000 bytes"):
         Table.load(forged(folder, tmp_path, programs=gzip.compress(b" " * 10**7)))
 

@@ -14,8 +14,8 @@ are the longest, and a maximum over all pipelines would not tell of any other pi
 pipelines, the cost changes by what a step changes.
 """
 
-from planner.search.kernel.annealing.arrays import TOUCHED
-from planner.search.kernel.jit import borrowing, inlined
+from slipstream.planner.search.kernel.annealing.arrays import TOUCHED
+from slipstream.planner.search.kernel.jit import borrowing, inlined
 
 
 @inlined

@@ -1,8 +1,8 @@
 """Critical workers and paths: what keeps a window from being shorter."""
 
-from planner.search.kernel.annealing.cost import window
-from planner.search.kernel.annealing.random import below
-from planner.search.kernel.jit import borrowing, inlined
+from slipstream.planner.search.kernel.annealing.cost import window
+from slipstream.planner.search.kernel.annealing.random import below
+from slipstream.planner.search.kernel.jit import borrowing, inlined
 
 
 @inlined

@@ -6,8 +6,8 @@ they are made, before anything that follows from them is timed (heads and tails 
 All heads are found anew now and then (`timing.set_heads`); in between, those of ops that change their places.
 """
 
-from planner.search.kernel.annealing.arrays import EXCHANGE, TRADE
-from planner.search.kernel.jit import borrowing, inlined
+from slipstream.planner.search.kernel.annealing.arrays import EXCHANGE, TRADE
+from slipstream.planner.search.kernel.jit import borrowing, inlined
 
 OPS_PER_STEP = 8
 """All heads are found anew once in so many steps: an op for each of these takes no longer than the steps themselves."""

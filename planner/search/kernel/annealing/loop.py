@@ -2,7 +2,7 @@
 
 import math
 
-from planner.search.kernel.annealing.arrays import (
+from slipstream.planner.search.kernel.annealing.arrays import (
     ACCEPTED,
     BETTER,
     CHANGED,
@@ -15,9 +15,9 @@ from planner.search.kernel.annealing.arrays import (
     Chain,
     Cycle,
 )
-from planner.search.kernel.annealing.cost import cost, cost_after
-from planner.search.kernel.annealing.heads import OPS_PER_STEP, renew
-from planner.search.kernel.annealing.moves import (
+from slipstream.planner.search.kernel.annealing.cost import cost, cost_after
+from slipstream.planner.search.kernel.annealing.heads import OPS_PER_STEP, renew
+from slipstream.planner.search.kernel.annealing.moves import (
     fits,
     propose_exchange,
     propose_move,
@@ -26,10 +26,10 @@ from planner.search.kernel.annealing.moves import (
     shift,
     undo,
 )
-from planner.search.kernel.annealing.random import below, uniform
-from planner.search.kernel.annealing.retiming import revert, unmark
-from planner.search.kernel.annealing.timing import set_heads, time
-from planner.search.kernel.jit import inlined, jit
+from slipstream.planner.search.kernel.annealing.random import below, uniform
+from slipstream.planner.search.kernel.annealing.retiming import revert, unmark
+from slipstream.planner.search.kernel.annealing.timing import set_heads, time
+from slipstream.planner.search.kernel.jit import inlined, jit
 
 STEPS_PER_PATH = 16
 """At most, so that all critical paths are tried."""

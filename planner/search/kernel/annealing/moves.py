@@ -10,13 +10,21 @@ The first three are drawn by their `propose` functions, which also make the chan
 the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
 """
 
-from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, LONGEST_JUMP, MOVE, NONE, TRADE, Move
-from planner.search.kernel.annealing.cost import cost
-from planner.search.kernel.annealing.critical import critical_path, critical_worker
-from planner.search.kernel.annealing.random import below
-from planner.search.kernel.annealing.retiming import call, retime, touch, waits_for_itself
-from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, time
-from planner.search.kernel.jit import borrowing, inlined, jit
+from slipstream.planner.search.kernel.annealing.arrays import (
+    EXCHANGE,
+    LARGEST_RUN,
+    LONGEST_JUMP,
+    MOVE,
+    NONE,
+    TRADE,
+    Move,
+)
+from slipstream.planner.search.kernel.annealing.cost import cost
+from slipstream.planner.search.kernel.annealing.critical import critical_path, critical_worker
+from slipstream.planner.search.kernel.annealing.random import below
+from slipstream.planner.search.kernel.annealing.retiming import call, retime, touch, waits_for_itself
+from slipstream.planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, time
+from slipstream.planner.search.kernel.jit import borrowing, inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from planner.search.kernel.jit import inlined
+from slipstream.planner.search.kernel.jit import inlined
 
 
 @inlined

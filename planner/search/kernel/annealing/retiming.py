@@ -5,9 +5,9 @@ it follows: its predecessors and the op before it on its worker. So a step costs
 A log keeps what was before, for `revert`.
 """
 
-from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
-from planner.search.kernel.jit import borrowing, inlined
-from planner.search.kernel.start_times import clear_of, first_awaiting
+from slipstream.planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
+from slipstream.planner.search.kernel.jit import borrowing, inlined
+from slipstream.planner.search.kernel.start_times import clear_of, first_awaiting
 
 
 @inlined

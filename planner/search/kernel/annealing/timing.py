@@ -1,9 +1,9 @@
 """A state timed from scratch."""
 
-from planner.search.kernel.annealing.arrays import FOREVER, Instance, Ints, Sorting, State, Timing
-from planner.search.kernel.annealing.cost import measure
-from planner.search.kernel.jit import borrowing, inlined, jit
-from planner.search.kernel.start_times import clear_of, close, first_awaiting, put_off
+from slipstream.planner.search.kernel.annealing.arrays import FOREVER, Instance, Ints, Sorting, State, Timing
+from slipstream.planner.search.kernel.annealing.cost import measure
+from slipstream.planner.search.kernel.jit import borrowing, inlined, jit
+from slipstream.planner.search.kernel.start_times import clear_of, close, first_awaiting, put_off
 
 
 @borrowing

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.config import ConfigError, ModelConfig
 
 KEY = "model.hugging_face"
 CONFIG = "config.json"

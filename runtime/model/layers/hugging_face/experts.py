@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ExpertsInterface
 
-from runtime.model.layers.split import weight_work
+from slipstream.runtime.model.layers.split import weight_work
 
 NAME = "slipstream"
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from runtime.model.layers.calling import Batch
-from runtime.model.layers.hugging_face.configuration import Family
-from runtime.model.layers.recomputing import Part, recomputable
+from slipstream.runtime.model.layers.calling import Batch
+from slipstream.runtime.model.layers.hugging_face.configuration import Family
+from slipstream.runtime.model.layers.recomputing import Part, recomputable
 
 
 class Routed(NamedTuple):

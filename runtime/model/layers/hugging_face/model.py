@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from runtime.config import ConfigError, ModelConfig
-from runtime.errors import first_line
-from runtime.model.layers.cross_entropy import cross_entropy
-from runtime.model.layers.hugging_face import experts
-from runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
-from runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
-from runtime.model.layers.hugging_face.layers import router_of as router_of
-from runtime.model.layers.hugging_face.parallel import cut_over, plan_for
-from runtime.model.layers.hugging_face.weights import Weights
-from runtime.model.layers.unfilled import is_unfilled
-from runtime.model.layers.worker_group import worker_group
-from runtime.model.seeds import GENERATORS, derive_seed, seeded
+from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.hugging_face import experts
+from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
+from slipstream.runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
+from slipstream.runtime.model.layers.hugging_face.layers import router_of as router_of
+from slipstream.runtime.model.layers.hugging_face.parallel import cut_over, plan_for
+from slipstream.runtime.model.layers.hugging_face.weights import Weights
+from slipstream.runtime.model.layers.unfilled import is_unfilled
+from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
 
 _RUNNING = ("attn_implementation", "experts_implementation")
 """Keys that say how a model is run."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from runtime.config import ConfigError
-from runtime.model.layers.hugging_face.configuration import FAMILIES, KEY
-from runtime.model.layers.shards import Shard, cut_parameters
-from runtime.model.layers.tensor_parallel import for_all_ranks, sum_ranks
-from runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY
+from slipstream.runtime.model.layers.shards import Shard, cut_parameters
+from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, sum_ranks
+from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 COLUMNS, ROWS = "colwise", "rowwise"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.config import ConfigError
-from runtime.model.layers.hugging_face.configuration import KEY, Family
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.model.layers.hugging_face.configuration import KEY, Family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

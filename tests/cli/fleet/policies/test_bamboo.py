@@ -2,12 +2,12 @@
 
 import pytest
 
-from cli.fleet.costs import costs_for
-from cli.fleet.figures import published
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Scenario
-from cli.fleet.simulation import simulate
-from cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures import published
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Scenario
+from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.throughput import Throughputs
 from tests.cli.fleet.small import COSTS, lose, run, scenario, spans, trace
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cli.fleet.policies import POLICIES
-from cli.fleet.policies.oobleck import stacked_sizes
-from cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of, template
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policies.oobleck import stacked_sizes
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of, template
 from tests.cli.fleet.policies.splits import splits
 from tests.cli.fleet.small import gain, job, lose, run, scenario, spans
 

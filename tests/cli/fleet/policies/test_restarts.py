@@ -2,8 +2,8 @@
 
 import pytest
 
-from cli.fleet.policies import POLICIES
-from cli.fleet.policy import Cause
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Cause
 from tests.cli.fleet.small import WHOLE, gain, lose, run, scenario, spans
 
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from cli.fleet.policies import POLICIES
-from cli.fleet.simulation import simulate
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.simulation import simulate
 from tests.cli.fleet.small import COSTS, gain, lose, run, scenario, spans, trace
 
 

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.failure_models import SlowKind
-from cli.fleet.policies import POLICIES
-from cli.fleet.settled import Slow
-from cli.fleet.simulation import compare, simulate
-from cli.fleet.synthetic_trace import draw_slow, draw_trace
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.failure_models import SlowKind
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.settled import Slow
+from slipstream.cli.fleet.simulation import compare, simulate
+from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from tests.cli.fleet.small import COSTS, WHOLE, InPlace, failing, gain, lose, run, scenario, slow, spans, trace
 
 

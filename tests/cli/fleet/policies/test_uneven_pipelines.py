@@ -2,10 +2,10 @@
 
 import pytest
 
-from cli.fleet.availability_trace import Change
-from cli.fleet.policies import POLICIES
-from cli.fleet.policies.uneven_pipelines import cut_by_speed
-from cli.fleet.simulation import simulate
+from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policies.uneven_pipelines import cut_by_speed
+from slipstream.cli.fleet.simulation import simulate
 from tests.cli.fleet.policies.splits import splits
 from tests.cli.fleet.small import WHOLE, lose, run, scenario, spans, trace
 

@@ -15,15 +15,15 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.config import RunConfig
-from runtime.model.checkpoints.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
-from runtime.model.checkpoints.parameters import layer_path, load_layer, load_parameters, save_layer
-from runtime.model.computing.slices import SliceRunner
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.layers.layered_model import model_for
-from runtime.model.state.holding import Holding, build_holding
-from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
-from runtime.tools.reference import reference_run
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.checkpoints.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
+from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer, load_parameters, save_layer
+from slipstream.runtime.model.computing.slices import SliceRunner
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
+from slipstream.runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
 
 IDENTITY = identity_of(tiny(), 4)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
-from runtime.model.computing.forms import forms
-from runtime.model.data.data import Microbatch, batch_form, load_corpus
-from runtime.model.layers.layered_model import model_for
-from runtime.model.passed import TensorForm, TupleForm, form_of, gradient_form, packed, tensors_of, unpacked
+from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.data.data import Microbatch, batch_form, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of, gradient_form, packed, tensors_of, unpacked
 
 CPU = torch.device("cpu")
 HERE = "tests.runtime.model.computing.test_forms"

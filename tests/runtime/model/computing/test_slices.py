@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.model.computing.slices import SliceRunner, Slices, TensorForm, forms
-from runtime.model.data.data import Corpus, Microbatch, load_corpus
-from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype, split_layers
-from runtime.model.state.digest import parameter_digest
-from runtime.model.state.holding import Holding, build_holding
-from runtime.tools.reference import reference_run
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.model.computing.slices import SliceRunner, Slices, TensorForm, forms
+from slipstream.runtime.model.data.data import Corpus, Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.state.digest import parameter_digest
+from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.tools.reference import reference_run
 
 CPU = torch.device("cpu")
 MODEL = {"blocks": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.2}

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.model.data.data import LIBRARY_BYTES, Microbatch, load_corpus
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.model.data.data import LIBRARY_BYTES, Microbatch, load_corpus
 
 
 def config_for(path: Path, context: int = 8, seed: int = 0) -> RunConfig:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.model.data.data import Microbatch, load_corpus
-from runtime.model.data.sample_order import permuted
-from runtime.model.data.token_data import BadTokenError, TokenData
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.data.sample_order import permuted
+from slipstream.runtime.model.data.token_data import BadTokenError, TokenData
 
 COUNTS = (2, 3)
 """Micro-batches of each pipeline."""
@@ -119,8 +119,8 @@ def test_what_does_not_fit_is_refused_in_one_line(make, options, said: str, tmp_
 
 
 def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("runtime.model.data.token_data.BLOCK", 8)
-    monkeypatch.setattr("runtime.model.data.token_data.LOOKED_THROUGH", 24)
+    monkeypatch.setattr("slipstream.runtime.model.data.token_data.BLOCK", 8)
+    monkeypatch.setattr("slipstream.runtime.model.data.token_data.LOOKED_THROUGH", 24)
     tokens = np.arange(100) % 50
     tokens[21] = 1000
     data = load_corpus(config_for(flat(tmp_path / "a.bin", tokens), shuffle=False), COUNTS)

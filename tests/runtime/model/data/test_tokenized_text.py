@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.model.data import tokenized_text
-from runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.config import ConfigError, RunConfig, parse_run_config
+from slipstream.runtime.model.data import tokenized_text
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
 
 TEXT = "the cat sat on the mat\n" * 40 + "the dog sat on the log\n" * 40
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.model.layers.cross_entropy import IGNORED, cross_entropy
+from slipstream.runtime.model.layers.cross_entropy import IGNORED, cross_entropy
 
 
 def case(dtype: torch.dtype, tokens: int = 7, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,10 +11,10 @@ import threading
 import torch
 from torch import nn
 
-from runtime.config import parse_run_config
-from runtime.model.layers.calling import LayerCall
-from runtime.model.state.holding import built
-from runtime.model.layers.worker_group import enter_group
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.layers.calling import LayerCall
+from slipstream.runtime.model.state.holding import built
+from slipstream.runtime.model.layers.worker_group import enter_group
 from tests.runtime.parallelized import Parallelized
 
 enter_group(0, 2)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.config import ModelConfig
-from runtime.model.layers.layered_model import model_for
+from slipstream.runtime.config import ModelConfig
+from slipstream.runtime.model.layers.layered_model import model_for
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(blocks=2, width=16, heads=2, context=8)

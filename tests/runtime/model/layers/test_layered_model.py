@@ -1,9 +1,15 @@
 import pytest
 import torch
 
-from runtime.config import ConfigError, ModelConfig, TrainingConfig
-from runtime.model.layers.layered_model import autocast, layer_randomness, model_for, parameter_dtype, split_layers
-from runtime.model.seeds import derive_seed, seeded
+from slipstream.runtime.config import ConfigError, ModelConfig, TrainingConfig
+from slipstream.runtime.model.layers.layered_model import (
+    autocast,
+    layer_randomness,
+    model_for,
+    parameter_dtype,
+    split_layers,
+)
+from slipstream.runtime.model.seeds import derive_seed, seeded
 
 CPU = torch.device("cpu")
 

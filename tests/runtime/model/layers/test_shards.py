@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runtime.model.layers.shards import Shard, cut_state, whole_state
-from runtime.model.layers.worker_group import WorkerGroup, standing_in, worker_group
+from slipstream.runtime.model.layers.shards import Shard, cut_state, whole_state
+from slipstream.runtime.model.layers.worker_group import WorkerGroup, standing_in, worker_group
 
 
 def test_blocks_are_cut_each_by_itself():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring, weight_work
+from slipstream.runtime.model.layers.split import WeightWork, backward_input, backward_weight, deferring, weight_work
 
 WIDTH = 6
 

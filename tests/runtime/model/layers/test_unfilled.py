@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.config import ModelConfig
-from runtime.model.layers.calling import LayerCall
-from runtime.model.layers.layered_model import model_for
-from runtime.model.seeds import GENERATORS
-from runtime.model.state.holding import built
+from slipstream.runtime.config import ModelConfig
+from slipstream.runtime.model.layers.calling import LayerCall
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.seeds import GENERATORS
+from slipstream.runtime.model.state.holding import built
 
 CPU = torch.device("cpu")
 GPT = ModelConfig(blocks=2, width=8, heads=2, context=6, vocabulary=11)

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from runtime.config import ConfigError, parse_run_config
-from runtime.model.computing.forms import forms
-from runtime.model.layers.layered_model import model_for
-from runtime.model.layers.shards import shards_of, state_of_rank
-from runtime.model.layers.worker_group import standing_in, worker_group
-from runtime.model.passed import TensorForm, TupleForm
-from runtime.model.ranks.degraded import require_degradable
-from runtime.model.ranks.own_ranks import carried, carriers, cut_dims, joined_state
-from runtime.model.ranks.rank_holding import RankHolding
-from runtime.model.ranks.rank_parts import RankParts
-from runtime.model.state.holding import build_holding, built
-from runtime.model.state.part_state import elements_of
-from runtime.model.state.parts import cut
-from schedules.schedule import Worker
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.shards import shards_of, state_of_rank
+from slipstream.runtime.model.layers.worker_group import standing_in, worker_group
+from slipstream.runtime.model.passed import TensorForm, TupleForm
+from slipstream.runtime.model.ranks.degraded import require_degradable
+from slipstream.runtime.model.ranks.own_ranks import carried, carriers, cut_dims, joined_state
+from slipstream.runtime.model.ranks.rank_holding import RankHolding
+from slipstream.runtime.model.ranks.rank_parts import RankParts
+from slipstream.runtime.model.state.holding import build_holding, built
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import cut
+from slipstream.schedules.schedule import Worker
 
 CPU = torch.device("cpu")
 GPT = {"blocks": 1, "width": 16, "heads": 4, "context": 16}

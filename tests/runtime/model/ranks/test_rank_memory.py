@@ -5,19 +5,19 @@ import gc
 import pytest
 import torch
 
-from planner.degraded import degradable, with_degraded
-from planner.job.file import parse_job
-from runtime.config import parse_run_config
-from runtime.model.layers.layered_model import model_for, parameter_dtype
-from runtime.model.layers.sharing import sharing_of
-from runtime.model.layers.worker_group import standing_in
-from runtime.model.ranks.rank_holding import RankHolding
-from runtime.model.ranks.rank_parts import RankParts
-from runtime.model.state.holding import Holding, build_holding, built, keeps_parts
-from runtime.model.state.part_state import elements_of
-from runtime.model.state.parts import cut
-from runtime.torch_private import LivingStorages, TensorWatch
-from schedules.schedule import Worker
+from slipstream.planner.degraded import degradable, with_degraded
+from slipstream.planner.job.file import parse_job
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.ranks.rank_holding import RankHolding
+from slipstream.runtime.model.ranks.rank_parts import RankParts
+from slipstream.runtime.model.state.holding import Holding, build_holding, built, keeps_parts
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import cut
+from slipstream.runtime.torch_private import LivingStorages, TensorWatch
+from slipstream.schedules.schedule import Worker
 
 LAYERS, HOLDERS = 3, 3
 MEMBERS = [Worker(pipeline, 0) for pipeline in range(HOLDERS)]

@@ -2,8 +2,8 @@
 
 import torch
 
-from runtime.model.state import clipping
-from runtime.model.state.clipping import squares_of
+from slipstream.runtime.model.state import clipping
+from slipstream.runtime.model.state.clipping import squares_of
 
 
 def test_squares_are_of_all_elements_in_float64_and_leave_the_gradient_alone(monkeypatch):

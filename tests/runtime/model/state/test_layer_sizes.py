@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from planner import degraded
-from runtime.config import parse_run_config
-from runtime.model.state import layer_sizes
-from runtime.model.state.holding import Holding
+from slipstream.planner import degraded
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.state import layer_sizes
+from slipstream.runtime.model.state.holding import Holding
 
 SIZE = 6
 

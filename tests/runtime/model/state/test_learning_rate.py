@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from runtime.config import TrainingConfig
-from runtime.model.state.learning_rate import is_scheduled, learning_rate
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.model.state.learning_rate import is_scheduled, learning_rate
 
 PEAK, FINAL, WARMUP, END = 0.02, 0.003, 4, 15
 

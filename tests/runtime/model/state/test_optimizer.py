@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.state.clipping import clip_factor
-from runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.state.clipping import clip_factor
+from slipstream.runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
 
 OWN = """
 import torch

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.config import ParameterGroup, TrainingConfig
-from runtime.model.layers.sharing import Place, Sharing
-from runtime.model.state.holding import Holding
-from runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.config import ParameterGroup, TrainingConfig
+from slipstream.runtime.model.layers.sharing import Place, Sharing
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.parameter_groups import grouped
 
 TIED = Sharing(((Place(0, "weight"), Place(2, "weight")),))
 """An embedding, and the head that is tied to it."""

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.config import ParameterGroup, TrainingConfig
-from runtime.model.state.holding import Holding
-from runtime.model.state.part_optimizer import PartOptimizer
-from runtime.model.state.part_state import (
+from slipstream.runtime.config import ParameterGroup, TrainingConfig
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.part_state import (
     PartState,
     as_parts,
     elements_of,
@@ -20,8 +20,8 @@ from runtime.model.state.part_state import (
     unpack_parts,
     whole,
 )
-from runtime.model.state.parts import cut, in_layers, without
-from schedules.schedule import Worker
+from slipstream.runtime.model.state.parts import cut, in_layers, without
+from slipstream.schedules.schedule import Worker
 
 LAYERS = (3, 5)
 

@@ -11,13 +11,13 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from runtime.config import TrainingConfig
-from runtime.launch import run
-from runtime.model.state.clipping import clip_factor
-from runtime.model.state.holding import Holding
-from runtime.model.state.steps import UNCLIPPED, Steps
-from runtime.processes.fork_server import ForkServer
-from runtime.tools.reference import reference_run
+from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.state.clipping import clip_factor
+from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.steps import UNCLIPPED, Steps
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.tools.reference import reference_run
 from tests.jobs import grid
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -163,7 +163,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
         factors.append(clip_factor(*args))
         return factors[-1]
 
-    monkeypatch.setattr("runtime.tools.reference.clip_factor", spy)
+    monkeypatch.setattr("slipstream.runtime.tools.reference.clip_factor", spy)
     reference_run(tiny(clip_norm=RARELY, **SAME), (2, 2, 2), 20)
     clipped = [iteration for iteration, factor in enumerate(factors) if factor != 1.0]
     assert len(clipped) == 1 and UNCLIPPED <= clipped[0] < 20 - 2 * UNCLIPPED
@@ -171,7 +171,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
 
 SPIKY = textwrap.dedent("""
     import torch
-    from runtime.model.layers.gpt import GPT
+    from slipstream.runtime.model.layers.gpt import GPT
 
     class Spike(torch.autograd.Function):
         @staticmethod
