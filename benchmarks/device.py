@@ -64,8 +64,8 @@ class Outcome(NamedTuple):
 
 def command(*arguments: str) -> str:
     """What a command of `slipstream` prints. Raises CalledProcessError."""
-    return subprocess.run([sys.executable, "-m", "cli", *arguments], check=True, stdout=subprocess.PIPE, text=True,
-                          timeout=LIMIT_SECONDS).stdout
+    return subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True, stdout=subprocess.PIPE,
+                          text=True, timeout=LIMIT_SECONDS).stdout
 
 
 def guess(options: argparse.Namespace, dtype: str) -> str:
@@ -97,9 +97,9 @@ def training(job: str, table: str, out: str, lost_at: int) -> Iterator[None]:
     """A run that loses a worker, for as long as the block lasts."""
     with Path(f"{out}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "train", job, "--table", table, "--layers", "move", "--mtbf", NO_FAILURE_SOON,
-             "--kill", f"{LOST}@{lost_at}", "--iterations", str(MOST_ITERATIONS), "--checkpoint-every", "0",
-             "--out", out], stdout=log, stderr=log)
+            [sys.executable, "-m", "slipstream", "train", job, "--table", table, "--layers", "move", "--mtbf",
+             NO_FAILURE_SOON, "--kill", f"{LOST}@{lost_at}", "--iterations", str(MOST_ITERATIONS), "--checkpoint-every",
+             "0", "--out", out], stdout=log, stderr=log)
         try:
             yield
         finally:

@@ -208,7 +208,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "slipstream.runtime.launch", "slipstream.planner.plan"])
+    get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "slipstream.runtime.launch",
+                                                      "slipstream.planner.plan"])
     outcomes = [outcome for setting in settings(options.stages, options.microbatches, options.width,
                                                 options.iterations)
                 for outcome in compare(setting, options.repeats)]

@@ -47,9 +47,9 @@ from slipstream.runtime.model.state.parts import Cut, cut
 from slipstream.runtime.processes.children import Children
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -175,8 +175,8 @@ def step_parts(data: bytes) -> bytes:
     model = model_for(task.config.model, 0, parameter_dtype(task.config.training), CPU)
     members, layers = [Worker(one, 0) for one in range(task.workers)], (0, model.layers)
     me = members[task.rank]
-    communicator = Communicator(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
-                                {layers: members}, transport="gloo", device=CPU, store=connect_store(task.rendezvous))
+    session = Session(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me), links=Links("gloo"),
+                      device=CPU, store=connect_store(task.rendezvous)).connect({layers: members}, pairs=())
     seconds: list[list[_Times]] = [[], []]
     holdings = []
     for buddies in (False, True):
@@ -187,14 +187,14 @@ def step_parts(data: bytes) -> bytes:
         holdings.append((holding, one))
     for iteration in range(STEPS):
         for (holding, one), times in zip(holdings, seconds, strict=True):
-            communicator.wait_for_all()
+            session.wait_for_all()
             began = time.perf_counter()
-            _reduce_and_step(PartExchange(communicator), holding, one, layers, iteration)
+            _reduce_and_step(PartExchange(session), holding, one, layers, iteration)
             stepped = time.perf_counter()
             time.sleep(task.compute_seconds)
             holding.copies(layers)  # waits for their step, as the next A does
             times.append(_Times(stepped - began, time.perf_counter() - began))
-    communicator.wait_for_all()
+    session.wait_for_all()
     return msgspec.json.encode([[statistics.median(some) for some in zip(*times[STEPS // 4:], strict=True)]
                                 for times in seconds])
 

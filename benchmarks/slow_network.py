@@ -61,9 +61,9 @@ def measure(latency: float, loss: float, layers: int, iterations: int) -> Measur
                        VARIABLE: new_secret().hex()}
         processes = []
         for side, before in enumerate(stack.enter_context(slow_network(latency, loss))):
-            command = [*before, sys.executable, "-m", "cli", "train", str(folder / "job.toml"), "--json", "--method",
-                       "greedy", "--iterations", str(iterations), "--out", str(folder / f"out{side}"), "--nodes",
-                       str(SIDES), "--node", str(side), "--rendezvous", f"{address(0)}:29500"]
+            command = [*before, sys.executable, "-m", "slipstream", "train", str(folder / "job.toml"), "--json",
+                       "--method", "greedy", "--iterations", str(iterations), "--out", str(folder / f"out{side}"),
+                       "--nodes", str(SIDES), "--node", str(side), "--rendezvous", f"{address(0)}:29500"]
             command += [] if side else ["--kill", f"{VICTIM}@{kill}", "--return", f"{VICTIM}@{back}"]
             log = stack.enter_context((folder / f"log{side}").open("wb"))
             process = subprocess.Popen(command, stdout=subprocess.PIPE if side == 0 else subprocess.DEVNULL,

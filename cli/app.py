@@ -126,7 +126,7 @@ def load(name: str) -> Any:
     """Import a command and build its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     with importing():
-        module = importlib.import_module(f"cli.{name}")
+        module = importlib.import_module(f"slipstream.cli.{name}")
     single.command(name, cls=Command)(getattr(module, name))
     return typer.main.get_command(single)
 

@@ -128,7 +128,7 @@ def _compiled() -> Finding:
         compiled = is_compiled()
     if not compiled:
         return Finding("backends", "compiled search", "absent", "the first plan compiles it, once per installation, in "
-                       "about 20 s; or python -m planner.search.compiled")
+                       "about 20 s; or python -m slipstream.planner.search.compiled")
     return Finding("backends", "compiled search", "ok", "compiled")
 
 

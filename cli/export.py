@@ -21,11 +21,9 @@ from slipstream.planner.job.megatron import layout_text
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.torchcsv import TorchCsvError, write_order
-from slipstream.schedules.torchtitan import HEADS, NEWEST, torchtitan_flags
+from slipstream.schedules.torchtitan import NEWEST, VERSIONS, torchtitan_flags
 
 FORMATS = ("torch-csv", "torchtitan", "megatron", "hugging-face")
-CONFIGS = {"0.2.2": "--job.config_file CONFIG"}
-"""How torchtitan is told what to train, where that is not by the names of a module and of its configuration."""
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
@@ -43,8 +41,8 @@ DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="
     "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
     "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
 TitanVersion = Annotated[str, typer.Option(
-    "--titan-version", metavar="VERSION", autocompletion=completing(*HEADS),
-    help=f"torchtitan: the version that the flags are for: {', '.join(HEADS)}.")]
+    "--titan-version", metavar="VERSION", autocompletion=completing(*VERSIONS),
+    help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
     "torch-csv: write to this file, not to stdout."))]
 
@@ -61,7 +59,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
     _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
-    require_choice("--titan-version", titan_version, tuple(HEADS))
+    require_choice("--titan-version", titan_version, tuple(VERSIONS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
         refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
@@ -141,7 +139,7 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
         return
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
-              f"-m torchtitan.train {CONFIGS.get(version, '--module MODEL --config CONFIG')}", soft_wrap=True)
+              f"-m torchtitan.train {VERSIONS[version].what}", soft_wrap=True)
 
 
 def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:

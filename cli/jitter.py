@@ -32,8 +32,8 @@ Attention = Annotated[float, typer.Option("--attention", metavar="SHARE", min=0,
     "with tokens."))]
 Context = Annotated[int | None, typer.Option("--context", metavar="N", min=1, max=2**31 - 1, help=(
     "With --lengths in tokens: the most tokens a sample has; more is refused."))]
-SWAPS = (1, 100, 300, 1000, 3000, 10_000)
-DEFAULT_SWAPS = 3000
+SWAPS = (1, 100, 300, 1000, 3000, 6000, 10_000, 30_000)
+DEFAULT_SWAPS = 6000
 ERRORS = (0.05, 0.1, 0.2)
 MOST_ITERATIONS = 50
 

@@ -67,9 +67,10 @@ Stages = Annotated[int | None, typer.Option("--stages", rich_help_panel=CLUSTER,
 Microbatches = Annotated[int | None, typer.Option("--microbatches", rich_help_panel=EITHER,
                                                   metavar="N", min=1, max=2**16, help=(
     "Micro-batches of each pipeline in an iteration."))]
-Transfer = Annotated[float, typer.Option("--transfer", rich_help_panel=OF_TRACE,
-                                         metavar="SEC", min=0.0, max=3600.0, help=(
-    "With --trace: seconds that one activation takes from worker to worker, which traces do not tell."))]
+Transfer = Annotated[float | None, typer.Option("--transfer", rich_help_panel=OF_TRACE,
+                                                metavar="SEC", min=0.0, max=3600.0, help=(
+    "With --trace: seconds that one activation takes from worker to worker, which Chrome traces do not tell. Default: "
+    "what a .parquet file says, else 0."))]
 Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
 OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
@@ -86,7 +87,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
         peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
         shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
-        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = 0.0, name: Name = None,
+        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None, name: Name = None,
         out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
@@ -163,7 +164,7 @@ def _preset(name: str, *, shard_optimizer: bool) -> str:
 
 
 def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
-                microbatches: int | None, transfer: float) -> str:
+                microbatches: int | None, transfer: float | None) -> str:
     source = ", ".join(map(str, files))
     if any(file.suffix == SUFFIX for file in files):
         if len(files) > 1 or pattern is not None:
@@ -173,7 +174,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
         times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
     except ProfilerTraceError as error:
         refuse(error)
-    tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer,
+    tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer or 0.0,
                         pipelines=pipelines or _count("Pipelines (replicas)?", 1),
                         microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32))
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
@@ -184,7 +185,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     return job_text(tables, {"": [f"Stage times from {source}."], "time": remarks})
 
 
-def _from_parquet(file: Path, name: str | None, transfer: float) -> str:
+def _from_parquet(file: Path, name: str | None, transfer: float | None) -> str:
     try:
         trace = read_straggler_trace(file)
     except ProfilerTraceError as error:
@@ -194,10 +195,13 @@ def _from_parquet(file: Path, name: str | None, transfer: float) -> str:
     values = rounded([*forward, *[one / 2 for one in backward]])
     halves = values[stages:]
     times = {"forward": values[:stages], "backward_input": halves, "backward_weight": list(halves)}
-    tables = job_tables(name or file.stem, times, pipelines=pipelines, microbatches=microbatches, transfer=transfer)
+    tables = job_tables(name or file.stem, times, pipelines=pipelines, microbatches=microbatches,
+                        transfer=rounded([trace.transfer])[0] if transfer is None else transfer)
     tables["time"]["optimizer"], = rounded([trace.optimizer]) if trace.optimizer else [0.0]
-    remarks = ["Seconds, one value per stage: means over micro-batches, the middle of pipelines.",
-               "Backwards are whole: half of each is taken for I, half for W. optimizer: with clipping and gathering."]
+    remarks = ["Seconds, one value per stage: means over micro-batches and the workers that are not slow.",
+               "Backwards are whole: half of each is taken for I, half for W.",
+               "optimizer: all that comes before the first and after the last of them.",
+               f"Iterations took {trace.measured.mean():.4g} s on average."]
     if slow := trace.slow():
         tables["time"]["slow"] = slow
     return job_text(tables, {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})

@@ -18,6 +18,7 @@ from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.progress import ProgressCallback, quiet
+from slipstream.planner.repetition import TooLargeError
 from slipstream.planner.search.compiled import ready
 from slipstream.planner.tables.process_pool import PoolError, run_all
 from slipstream.schedules.codec import decode, encode
@@ -35,6 +36,8 @@ AT_ONCE_SECONDS = 0.3
 """Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""
 MEANWHILE_SECONDS = 2.0
 """Of one for other speeds, for which nobody waits."""
+LARGE_SECONDS = 10.0
+"""Of one that is too large to be put together within the others."""
 ROLES_SECONDS = 10.0
 """Of one in which workers take over other roles: several are planned."""
 SETTLED_SECONDS = 10.0
@@ -137,7 +140,10 @@ class FailurePlanner:
         if dead_column(down, self._first.grid) is not None:
             # One of another stage, which may have taken over there before, holds its layers: roles must move.
             return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
-        planned = plan_only(options, job, down)
+        try:
+            planned = plan_only(options, job, down)
+        except TooLargeError:
+            planned = plan_only(msgspec.structs.replace(options, time_limit=LARGE_SECONDS), job, down)
         if planned.interrupted:  # it was the run that should end, not the search alone
             raise KeyboardInterrupt
         return planned.schedule
@@ -153,7 +159,7 @@ def _plan(job: Job, task: _Task) -> bytes:
 def _no_plan() -> Iterator[None]:
     try:
         yield
-    except (TableError, PoolError) as error:
+    except (TableError, PoolError, TooLargeError) as error:
         raise NoPlanError(" ".join(str(error).split())) from None
 
 

@@ -177,9 +177,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.data.Data`."""
-    deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 3000
+    deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
-    shorter. 0: each sample keeps its name."""
+    shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
     """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
     data then tell."""

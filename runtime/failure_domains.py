@@ -1,8 +1,8 @@
 """Failure domains: which workers share a machine, and so fail together.
 
 The job file says so (`[topology]`), on several machines or to rehearse their failures on one. Else the launchers do:
-the nodes of a machine are neighbours, and each node has its share of the workers. All processes of a run know the same
-(`runtime.protocol.setup.Setup.failure_domains`).
+the nodes of a machine are neighbours, and each node has its share of the workers. Workers that keep parts of each
+other's states know the same (`runtime.protocol.setup.Setup.failure_domains`).
 """
 
 from collections.abc import Collection, Iterable, Sequence

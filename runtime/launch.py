@@ -33,6 +33,7 @@ from slipstream.runtime.model.checkpoints.parameters import load_layer
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.layer_sizes import state_bytes
 from slipstream.runtime.model.tensor_codec import TensorError
+from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
 from slipstream.runtime.processes.fork_server import ForkServer, adopt
 from slipstream.runtime.processes.found_workers import FoundWorker, find_workers
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
@@ -92,6 +93,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             raise ConfigError(str(error)) from None
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
+    require_descriptors(needed_by_node_0(len(schedule.seats) * config.training.tensor_parallel, options.nodes))
     fit = prepare(schedule, config, options)
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))

@@ -19,6 +19,7 @@ from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from slipstream.runtime.processes.descriptors import OWN, require_descriptors
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
 from slipstream.runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from slipstream.runtime.processes.process_manager import NodeProcesses
@@ -75,6 +76,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
     RunStopped.
     """
+    require_descriptors(OWN)
     anew = True
     while anew:
         channel, setup = _join_node(rendezvous, job, node, join_timeout_seconds, notify)

@@ -58,32 +58,77 @@ class Group(Protocol):
         """End all transfers with an error. Gloo's does so only when the last reference to the group is gone."""
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+GlooDevice = ProcessGroupGloo.Device
+
+
+def gloo_device() -> GlooDevice:
+    """A listening socket, and the thread of all connections that are made by it.
+
+    It listens where torch's own default does: on the interface of GLOO_SOCKET_IFNAME, or at the machine's name.
+    """
+    return ProcessGroupGloo.create_default_device(lazy_init=False)
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, device: GlooDevice) -> Group:
     """A gloo process group, without torch.distributed's global state.
 
-    For: groups that are made anew for each generation and dropped whole, several of them in a process, in any thread.
+    For: groups that come and go with orders, several of them in a process, in any thread.
     Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
     """
-    return cast(Group, ProcessGroupGloo(store, rank, size, timeout))
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads, options._timeout = [device], 2, timeout
+    return cast(Group, ProcessGroupGloo(store, rank, size, options))
 
 
-def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> Group:
-    """An NCCL process group on this thread's GPU, as `gloo_group`.
+NCCL_ENVIRONMENT = {
+    # What the watchdog does about an error or a timeout of an operation: 0, nothing. Else it aborts communicators that
+    # others still use, or ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # `Work.wait` lets the stream wait, not the host
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends the process when the watchdog is stuck in a call to CUDA
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else the watchdog's thread ends the process when it meets a CUDA error
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # nor are traces written, or signals left in the store, where one times out
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+}
+"""How torch's threads beside NCCL never end a process of ours, nor abort what others use. They are read when a process
+group is made (ProcessGroupNCCL.hpp of torch 2.13). Whatever the user has set, the runtime relies on these."""
+
+
+def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> "NcclGroup":
+    """An NCCL process group, as `gloo_group`, that is not connected yet.
 
     NCCL's own threads use the store for as long as they live: they get a connection of their own. Calls do not block
-    the host, so that `abort` from another thread ends them.
+    the host, so that `abort` from another thread ends them, also those that connect.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
+    os.environ.update(NCCL_ENVIRONMENT)
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
     options = ProcessGroupNCCL.Options()
     options.config.blocking = False
     options._timeout = timeout
     own = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
                                        timeout=timeout))
-    group = ProcessGroupNCCL(own, rank, size, options)
-    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return cast(Group, group)
+    return NcclGroup(ProcessGroupNCCL(own, rank, size, options))
+
+
+class NcclGroup:
+    """A process group over NCCL: what of it the protocol `Group` leaves out."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = cast(Group, group)
+
+    def connect(self) -> None:
+        """Make the communicator of this thread's GPU; returns when all members have."""
+        cast(Any, self.group).eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+
+    def error(self) -> str | None:
+        """What torch's watchdog has found, which looks several times a second. Nothing where this torch does not say.
+        """
+        ask = getattr(self.group, "get_error", None)
+        found = None if ask is None else ask()
+        return None if found is None or found.name == "SUCCESS" else str(found.name)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

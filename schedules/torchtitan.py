@@ -6,18 +6,35 @@ it is told besides decides only how many stages a rank has, and whether they are
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from slipstream.schedules.schedule import Grid, Schedule
 from slipstream.schedules.torchcsv import MEND, TorchCsvError
 
-HEADS = {"0.3.0": "lm_head", "0.2.2": "output"}
-"""The versions of torchtitan that flags can be written for, the newest first, with the name of its models' heads."""
-NEWEST = next(iter(HEADS))
+
+class Version(NamedTuple):
+    """What differs between versions of torchtitan."""
+
+    head: str
+    """Name of the models' heads."""
+    what: str
+    """How the command line says what to train."""
+    flags: tuple[str, ...] = ()
+    """What is to be given besides."""
+
+
+VERSIONS = {
+    "0.3.0": Version("lm_head", "--module MODEL --config CONFIG",
+                     ("--training.disable_cuda_graphs",)),  # they are on by default, and refused with pipelines
+    "0.2.2": Version("output", "--job.config_file CONFIG"),
+}
+"""Those that flags can be written for, the newest first."""
+NEWEST = next(iter(VERSIONS))
 
 
 def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
                      decoder_layers: int | None = None, version: str = NEWEST) -> list[str]:
-    """Flags for `torchtitan.train` of a version in `HEADS`, each followed by its values; micro-batches have one sample.
+    """Flags for `torchtitan.train` of a version in `VERSIONS`, each with its values; micro-batches have one sample.
 
     With `decoder_layers`, those of the model, they also give each stage its layers, by the names that modules have in
     torchtitan's decoder models; else torchtitan splits the model by itself. Raises TorchCsvError where torchtitan
@@ -39,10 +56,8 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
              "--parallelism.pipeline_parallel_microbatch_size", "1",
              "--training.local_batch_size", str(grid.microbatches[pipeline])]
     if decoder_layers is not None:
-        flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers, HEADS[version])]
-    if version != "0.2.2":
-        flags.append("--training.disable_cuda_graphs")  # they are on by default, and refused with pipelines
-    return flags
+        flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers, VERSIONS[version].head)]
+    return [*flags, *VERSIONS[version].flags]
 
 
 def _kind(grid: Grid) -> str:

@@ -5,6 +5,7 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,8 @@ from tests.browser import chromium as chromium
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+"""Processes that tests start find `tests`, too."""
 os.environ.pop("COLUMNS", None)  # what commands print into pipes is as wide as it is, also where pytest-xdist sets it
 
 settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,

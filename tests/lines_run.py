@@ -6,7 +6,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-OURS = tuple(str(Path(__file__).parents[1] / package) for package in ("schedules", "planner"))
+OURS = tuple(str(Path(__file__).parents[1] / "src" / "slipstream" / package) for package in ("schedules", "planner"))
 
 
 def lines_run(call: Callable[[], object]) -> int:

@@ -1,9 +1,11 @@
 """Op times of ByteDance's StragglerAnalysis: parquet files with a row an op (arXiv 2505.05713).
 
-Columns that are read: dp_rank, stage, step, optype, duration (seconds), mb_id. Chunks of interleaved stages (mc) beyond
-the first are refused.
+Columns that are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id. Chunks of interleaved
+stages (mc) beyond the first are refused.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +15,10 @@ import numpy.typing as npt
 from slipstream.planner.job.profiler_trace import ProfilerTraceError
 
 SUFFIX = ".parquet"
-COLUMNS = ("dp_rank", "stage", "step", "optype", "duration", "mb_id", "mc")
+COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "mc")
 KINDS = ("forward-compute", "backward-compute")
-AFTER = ("optimizer", "optimizer-clip-main-grad", "params-all-gather")
-"""What ends an iteration, and takes all of its workers the same."""
-REDUCED = ("grads-reduce-scatter", "embedding-grads-all-reduce")
-"""What takes as long as the last worker to come is in it: others wait for that."""
+HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", -1))
+"""The two ends of a transfer, and the stage that it goes to."""
 MOST_SLOW = 1.15
 """A worker that takes so many times as long as the middle of its stage is slow."""
 
@@ -29,11 +29,20 @@ class StragglerTrace(NamedTuple):
     seconds: npt.NDArray[np.float64]
     """[iterations, pipelines, stages, micro-batches, 2]: forward and whole backward."""
     optimizer: float
-    """Seconds of what ends an iteration."""
+    """Seconds of an iteration before its first and after its last computing op: parameters are gathered, gradients
+    reduced, the optimizer steps. Mean over iterations."""
+    transfer: float
+    """Seconds that a tensor takes from stage to stage: the median. Of the two ends of a transfer, the one that waits
+    less for the other says it. 0 where none is recorded."""
+    measured: npt.NDArray[np.float64]
+    """[iterations]: seconds from the first op to the end of the last."""
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
-        """[stages, 2]: means over iterations and micro-batches, the middle of pipelines."""
-        found: npt.NDArray[np.float64] = np.median(self.seconds.mean(axis=(0, 3)), axis=0)
+        """[stages, 2]: means over iterations, micro-batches and the workers that are not slow."""
+        usual = self._factors() == 1
+        totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
+        found: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
+            self.seconds.shape[0] * self.seconds.shape[3])
         return found
 
     def slow(self) -> dict[str, float]:
@@ -44,18 +53,24 @@ class StragglerTrace(NamedTuple):
                 for pipeline, stage in np.argwhere(factors > MOST_SLOW).tolist()}
 
     def costs(self) -> npt.NDArray[np.float64]:
-        """[iterations, samples, stages, 3]: of F, I and W, as multiples of the mean of each worker.
+        """[iterations, samples, stages, 3]: of F, I and W, as multiples of what its stage takes.
 
-        A worker that is slow is so for all samples: that is not theirs.
+        A worker that is slow is so for all samples: that is not theirs. A replay of the job with these costs runs the
+        traced times.
         """
         iterations, pipelines, stages, microbatches, _ = self.seconds.shape
-        relative = self.seconds / self.seconds.mean(axis=(0, 1, 3), keepdims=True)
-        for worker in self.slow():
-            pipeline, stage = map(int, worker.split("."))
-            own = self.seconds[:, pipeline, stage]
-            relative[:, pipeline, stage] = own / own.mean(axis=(0, 1))
+        usual = self.stage_seconds() * self._factors()[:, :, None]
+        relative = self.seconds / usual[None, :, :, None]
         by_sample = relative.transpose(0, 1, 3, 2, 4).reshape(iterations, pipelines * microbatches, stages, 2)
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
+
+    def _factors(self) -> npt.NDArray[np.float64]:
+        """[pipelines, stages]: `slow`, else 1."""
+        found = np.ones(self.seconds.shape[1:3])
+        for worker, factor in self.slow().items():
+            pipeline, stage = map(int, worker.split("."))
+            found[pipeline, stage] = factor
+        return found
 
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
@@ -90,11 +105,34 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
         lacking = np.argwhere(~np.isfinite(seconds) | (seconds < 0))[0].tolist()
         raise ProfilerTraceError(f"{path}: no {KINDS[lacking[4]]} of micro-batch {lacking[3]} on worker "
                                  f"{lacking[1]}.{lacking[2]} in step {steps[lacking[0]]}, or no time of it")
-    after = sum(float(column["duration"][kinds == kind].mean()) for kind in AFTER if (kinds == kind).any())
-    for kind in REDUCED:
-        of = kinds == kind
-        if of.any():
-            least = np.full(len(steps), np.inf)
-            np.minimum.at(least, np.searchsorted(steps, column["step"][of]), column["duration"][of])
-            after += float(least[np.isfinite(least)].mean())
-    return StragglerTrace(seconds, after)
+    begin, end = column["start_ts"].astype(np.float64), column["start_ts"].astype(np.float64) + column["duration"]
+    number_of = np.searchsorted(steps, column["step"])
+    known = (number_of < len(steps)) & (steps[np.minimum(number_of, len(steps) - 1)] == column["step"])
+    measured = _spans(number_of, begin, end, known, len(steps))
+    computed = _spans(number_of, begin, end, computing, len(steps))
+    return StragglerTrace(seconds, float((measured - computed).mean()), _transfer(kinds, column), measured)
+
+
+def _spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
+           some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
+    """[steps]: from the first begin to the last end of some ops."""
+    first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
+    np.minimum.at(first, step[some], begin[some])
+    np.maximum.at(last, step[some], end[some])
+    found: npt.NDArray[np.float64] = last - first
+    return found
+
+
+def _transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
+    """Sends and receives have no micro-batch; the n-th send between two workers belongs to the n-th receive."""
+    found = []
+    for send, receive, towards in HOPS:
+        ends: list[dict[tuple[int, int, int], list[float]]] = []
+        for kind, moved in ((send, towards), (receive, 0)):
+            ends.append(defaultdict(list))
+            of = np.flatnonzero(kinds == kind)
+            for row in of[np.argsort(column["start_ts"][of], kind="stable")].tolist():
+                at = int(column["step"][row]), int(column["dp_rank"][row]), int(column["stage"][row]) + moved
+                ends[-1][at].append(float(column["duration"][row]))
+        found += [min(pair) for at, sent in ends[0].items() for pair in zip(sent, ends[1][at], strict=False)]
+    return float(np.median(found)) if found else 0.0

@@ -1,7 +1,7 @@
 """The planner's inner loops as machine code: compiled by numba once per installation, and kept on disk.
 
-The install step compiles them (`python -m planner.search.compiled`). Where that was not done, the first plan does,
-before its clock starts; other processes wait for it. Where no folder can be written, every process compiles.
+The install step compiles them (`python -m slipstream.planner.search.compiled`). Where that was not done, the first plan
+does, before its clock starts; other processes wait for it. Where no folder can be written, every process compiles.
 
 numba keeps code by source file, and does not notice when a function that the file calls, in another file, has changed.
 So a marker beside the code holds a digest of all its sources; where they differ, all code is removed and made anew.
@@ -20,7 +20,8 @@ from typing import Any
 
 from slipstream.planner.progress import ProgressCallback, quiet
 
-ENTRIES = ("slipstream.planner.search.kernel.list_scheduler.list_order", "slipstream.planner.search.kernel.annealing.loop.anneal")
+ENTRIES = ("slipstream.planner.search.kernel.list_scheduler.list_order",
+           "slipstream.planner.search.kernel.annealing.loop.anneal")
 """A compiled function in each folder of the kernel. With these, all others are compiled."""
 SOURCES = ("search/kernel/**/*.py", "model/arrays.py")
 """What the machine code is made of, within the planner's folder."""

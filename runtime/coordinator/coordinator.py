@@ -283,7 +283,7 @@ class Coordinator:
     def advance(self) -> None:
         """Do what has become possible; to be called after every event. Raises RunError."""
         state = self._state
-        if state.phase == "gathering" and state.ready >= state.members:
+        if state.phase == "gathering" and len(state.ready) >= len(state.members) and state.ready >= state.members:
             self._next_order.give()
         elif state.phase == "training" and state.all_paused:
             if self._slow.decision is None or self._joins.complete:

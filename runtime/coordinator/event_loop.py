@@ -95,6 +95,9 @@ class EventLoop:
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
                                     run.at_speeds, run.rebalancer, run.with_degraded)
         setup = run.setup
+        # Who shares a machine matters to workers that keep parts of each other's states alone.
+        self._setup = setup if run.elements else replace(setup, failure_domains=())
+        self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
         self._commits = commits = Commits(run, log, losses, event_log, self.news, processes)
         self._coordinator = Coordinator(
             schedules, self._workers.send, log, placement=Placement(setup.cuts), checkpoints=self.news.checkpoints,
@@ -270,6 +273,8 @@ class EventLoop:
                     self._take_over.ready(peer, known)
             if isinstance(whole, Paused) and not self._coordinator.planning:
                 return NOTHING_FOLLOWS  # others still run
+            if isinstance(whole, Ready) and self._take_over is not None:
+                return NOTHING_FOLLOWS  # `_find` looks whether all are there
             if isinstance(whole, Ran | Validated | Started | Injected | Status) and before == self._log.next_iteration:
                 return NOTHING_FOLLOWS
         return None
@@ -278,10 +283,14 @@ class EventLoop:
         worker, run = message.worker, self._run
         if self._workers.admit(connection, message):
             late = message.epoch > 0 and self._take_over is None
-            connection.send(frame(replace(run.setup, forget=late, injections=tuple(
-                (index, one) for index, one in enumerate(run.injections)
-                if (one.worker, one.rank) == (worker, message.rank) and index not in self._messages.injected),
-                slowdowns=tuple(one for one in run.slowdowns if one.worker == worker))))
+            injections = tuple((index, one) for index, one in enumerate(run.injections)
+                               if (one.worker, one.rank) == (worker, message.rank)
+                               and index not in self._messages.injected)
+            slowdowns = tuple(one for one in run.slowdowns if one.worker == worker)
+            if late or injections or slowdowns:
+                connection.send(frame(replace(self._setup, forget=late, injections=injections, slowdowns=slowdowns)))
+            else:
+                connection.send(self._setup_frame)
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:

@@ -44,7 +44,8 @@ that it has recovered again each time, so that one that flaps keeps its lighter 
 
 import math
 import statistics
-from collections import defaultdict, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,7 +68,7 @@ _NORMAL = statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
 BATCH = 4
 """Observations whose mean shows noise that lasts."""
 FIRST = 5
-"""Observations of a worker before which nobody knows the spread."""
+"""Observations of a worker before which nobody knows the spread. Then they all count at once."""
 FEWEST = 3
 """Observations that a change is measured over."""
 MOST_DOUBLINGS = 5
@@ -133,6 +134,8 @@ class _Watched:
     """Observations, without those of the sums."""
     pending: list[float] = field(default_factory=list)
     """Observations that may be part of a change."""
+    waiting: list[tuple[int, float]] = field(default_factory=list)
+    """Observations that no sum has yet, with their first iterations."""
     recoveries: int = 0
 
     spread: float = 0.0
@@ -144,6 +147,16 @@ class _Watched:
         """What is taken off the observations that may tell of a recovery."""
         usual = ALLOWANCE * spread
         return min(usual, math.log(self.factor) / 2) if self.factor >= 1.0 + LEAST_CHANGE else usual
+
+    def is_known(self) -> bool:
+        """Whether there are enough observations for a spread."""
+        return len(self.history) + len(self.pending) + len(self.waiting) >= FIRST
+
+    def known_spread(self) -> float:
+        """Of the history, or of the first observations about their median: a worker may be slow from the start."""
+        if len(self.history) >= FIRST:
+            return self.spread
+        return _spread([*self.history, *self.pending, *(y for _, y in self.waiting)])
 
     def settle(self) -> None:
         """What is not a change is noise."""
@@ -185,6 +198,7 @@ class SlowDetector:
         watched.slower.clear()
         watched.faster.clear()
         watched.pending.clear()
+        watched.waiting.clear()
 
     def interrupt(self) -> None:
         """Iterations do not go on from those before: what has not become an observation is dropped."""
@@ -214,13 +228,20 @@ class SlowDetector:
         """Of each worker that can be compared with others: the time of its ops by what they take on those."""
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
         for worker, cells in measured.items():
+            factor = self.factor(worker)
             for cell in cells:
-                times[cell.kind, cell.layers][worker] = cell.seconds / self.factor(worker)
+                times[cell.kind, cell.layers][worker] = cell.seconds / factor
+        peers = {cell: _Peers(seconds, {one for one in seconds if self.factor(one) == 1.0})
+                 for cell, seconds in times.items()}
         ratios = {}
         for worker, cells in measured.items():
-            known = [(cell, usual) for cell in cells if (usual := self._usual(worker, cell, times)) is not None]
-            expected = sum(cell.number * usual for cell, usual in known)
-            took = sum(cell.number * cell.seconds for cell, _ in known)
+            expected = took = 0.0
+            for cell in cells:
+                usual = peers[cell.kind, cell.layers].usual(worker)
+                usual = self.usual_seconds(cell) if usual is None else usual
+                if usual is not None:
+                    expected += cell.number * usual
+                    took += cell.number * cell.seconds
             if expected > 0 and took / expected > 0:
                 ratios[worker] = took / expected
         self._learn(measured, times)
@@ -232,21 +253,23 @@ class SlowDetector:
         known = [rate for rate in rates if rate is not None]
         return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
 
-    def _usual(self, worker: Worker, cell: CellTime,
-               times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> float | None:
-        others = {other: seconds for other, seconds in times[cell.kind, cell.layers].items() if other != worker}
-        usual = [seconds for other, seconds in others.items() if self.factor(other) == 1.0]
-        return _middle(usual or list(others.values())) if others else self.usual_seconds(cell)
-
     def _beside_slow_ones(self, measured: Measured) -> set[Worker]:
         """Those who are compared with workers that are believed to be slow, and with no other."""
-        running: dict[tuple[OpKind, LayerRange], set[Worker]] = defaultdict(set)
+        slow = {worker for worker in measured if self.factor(worker) > 1}
+        if not slow:
+            return set()
+        running: Counter[tuple[OpKind, LayerRange]] = Counter()
+        usual: Counter[tuple[OpKind, LayerRange]] = Counter()
         for worker, cells in measured.items():
-            for cell in cells:
-                running[cell.kind, cell.layers].add(worker)
-        peers = {worker: set[Worker]().union(*(running[cell.kind, cell.layers] for cell in cells)) - {worker}
-                 for worker, cells in measured.items()}
-        return {worker for worker, others in peers.items() if others and all(self.factor(one) > 1 for one in others)}
+            alike = {(cell.kind, cell.layers) for cell in cells}
+            running.update(alike)
+            usual.update(alike if worker not in slow else ())
+        found = set()
+        for worker, cells in measured.items():
+            alike, own = {(cell.kind, cell.layers) for cell in cells}, worker not in slow
+            if any(running[cell] > 1 for cell in alike) and all(usual[cell] == own for cell in alike):
+                found.add(worker)
+        return found
 
     def _learn(self, measured: Measured, times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> None:
         for cell in {(cell.kind, cell.layers): cell for cells in measured.values() for cell in cells}.values():
@@ -257,20 +280,25 @@ class SlowDetector:
 
     def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Enter one observation of each worker."""
-        spreads = [one.spread for one in self._watched.values() if len(one.history) >= FIRST]
+        for worker, y in observed.items():
+            self._watched[worker].waiting.append((self._first, y))
+        spreads = [one.known_spread() for one in self._watched.values() if one.is_known()]
         common = statistics.median(spreads) if spreads else 0.0
         changes: list[SpeedChange] = []
-        for worker, y in observed.items():
+        for worker in observed:
             watched = self._watched[worker]
-            spread = max(LEAST_SPREAD, common, watched.spread)
-            watched.pending.append(y)
-            if len(watched.history) >= FIRST or len(watched.pending) > FIRST:
+            if not watched.is_known():
+                continue
+            spread = max(LEAST_SPREAD, common, watched.known_spread())
+            for iteration, y in watched.waiting:  # several: nobody knew the spread before
+                watched.pending.append(y)
                 if worker in beside_slow:
                     watched.slower.clear()
                 else:
-                    watched.slower.add(self._first, y, spread, ALLOWANCE * spread)
-                watched.faster.add(self._first, -y, spread, watched.allowance(spread))
-                changes += self._changes(worker, watched, spread)
+                    watched.slower.add(iteration, y, spread, ALLOWANCE * spread)
+                watched.faster.add(iteration, -y, spread, watched.allowance(spread))
+            watched.waiting.clear()
+            changes += self._changes(worker, watched, spread)
             watched.settle()
         return changes
 
@@ -291,6 +319,22 @@ class SlowDetector:
             self.believe(worker, factor)
             yield SpeedChange(worker, factor, before, since, self._last + 1 - since)
             return
+
+
+class _Peers:
+    """What the workers that ran a cell took in an iteration; `usual` are those that are believed to be so."""
+
+    def __init__(self, seconds: Mapping[Worker, float], usual: Collection[Worker]) -> None:
+        self._seconds, self._usual = seconds, usual
+        self._of_usual = sorted(seconds[one] for one in usual)
+        self._of_all = self._of_usual if len(usual) == len(seconds) else sorted(seconds.values())
+
+    def usual(self, worker: Worker) -> float | None:
+        """What the others took, of which those believed to be usual tell where there are any; None: no other ran it."""
+        own = worker in self._usual
+        if len(self._of_usual) > own:
+            return _middle_without(self._of_usual, self._seconds[worker] if own else None)
+        return _middle_without(self._of_all, self._seconds[worker]) if len(self._of_all) > 1 else None
 
 
 def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -320,6 +364,14 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _middle(seconds: Sequence[float]) -> float:
     """The median; between two, the geometric mean, so that noise makes a ratio to it neither greater nor less."""
-    ordered = sorted(seconds)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return _middle_without(sorted(seconds), None)
+
+
+def _middle_without(ordered: Sequence[float], one: float | None) -> float:
+    """The same of what is sorted already, without one of them where that is given."""
+    if one is None:
+        low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    else:
+        left_out, last = bisect_left(ordered, one), len(ordered) - 2
+        low, high = (ordered[at + (at >= left_out)] for at in (last // 2, (last + 1) // 2))
     return math.sqrt(low * high)

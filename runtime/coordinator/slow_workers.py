@@ -209,10 +209,12 @@ class SlowWorkers:
         for worker in returning:
             del self._left_out[worker]
         question = self._order, self._schedules.speeds
-        plan = self._schedules.planner_at_speeds(present)
         as_planned = self._as_planned(present)
         if as_planned and not self._left_out:
             self._asked = self._present_seconds = None  # whatever was asked about other speeds
+            if not self._news:
+                return returning
+        plan = self._schedules.planner_at_speeds(present)
         if plan is None or self._asked == question or (as_planned and not self._left_out):
             if self._news and (plan is None or as_planned):
                 self._tell(Decision(None, 0.0, 0.0), iteration,
@@ -253,7 +255,8 @@ class SlowWorkers:
     def _as_planned(self, present: Schedule) -> bool:
         """Whether the present schedule is one for the speeds that are known."""
         planned = {slow.worker: slow.per_mille / 1000 for slow in present.times.slow}
-        return all(abs(self._factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3 for worker in present.seat_of)
+        return all(abs(self._factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
+                   for worker in planned.keys() | self._factors.keys() if worker in present.seat_of)
 
     def _know(self, worker: Worker, factor: float) -> None:
         self._factors.pop(worker, None)

@@ -44,7 +44,7 @@ class SpeedWatch:
         """Enter a report of the present order; what has changed once all members have reported the iteration."""
         parts = self._open[report.iteration]
         parts[report.worker] = report
-        if parts.keys() < self._members:
+        if len(parts) < len(self._members):  # reports are of members
             return []
         del self._open[report.iteration]
         if report.iteration < self._from:

@@ -54,7 +54,7 @@ class WorkerConnections:
         self._given_up: set[Worker] = set()
         """Workers that were lost before their processes have ended."""
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
-        """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
+        """The last message and its bytes: what is equal for all workers is encoded once."""
 
     def __contains__(self, worker: Worker) -> bool:
         return worker in self._connections
@@ -91,7 +91,7 @@ class WorkerConnections:
         if isinstance(message, Leave):  # its end is no news
             self._given_up.add(worker)
             self._unwatch(worker)
-        if message is not self._last_sent[0]:
+        if message is not self._last_sent[0] and message != self._last_sent[0]:
             self._last_sent = message, frame(message)
         for connection in self._connections.get(worker, {}).values():
             connection.send(self._last_sent[1])

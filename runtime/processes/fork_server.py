@@ -59,7 +59,7 @@ def environment(**more: str) -> dict[str, str]:
 
     Without the run's secret: workers get it over a pipe, and what they start themselves need not know it.
     """
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**{key: value for key, value in os.environ.items() if key != VARIABLE}, "PYTHONPATH": path, **more}
 

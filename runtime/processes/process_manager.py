@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -172,6 +173,9 @@ class ProcessManager:
                  faults_per_hour: int = 0) -> None:
         self._local = local
         self._nodes = nodes
+        self._workers_of: dict[int, list[Worker]] = defaultdict(list)
+        for worker, node in nodes.items():
+            self._workers_of[node].append(worker)
         self._later = list(returns)
         self._due: list[Worker] = []
         """Each as often as it is to be started."""
@@ -201,9 +205,9 @@ class ProcessManager:
         """The workers of node 0 that have ended. Raises ForkServerError."""
         return self._local.poll()
 
-    def workers_of(self, node: int) -> list[Worker]:
+    def workers_of(self, node: int) -> Sequence[Worker]:
         """Those that are on a node."""
-        return [worker for worker, place in self._nodes.items() if place == node]
+        return self._workers_of.get(node, ())
 
     def node_started(self, node: int) -> None:
         """A node is there, and starts its workers."""

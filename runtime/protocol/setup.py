@@ -63,7 +63,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     forms: tuple[FormSpec, ...]
     """Of what passes at each cut."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
-    """Which workers share a machine (`runtime.failure_domains`)."""
+    """Which workers share a machine (`runtime.failure_domains`), where they keep parts of each other's states."""
     loss_scale: float
     microbatches: tuple[int, ...] = (1,)
     """Of each pipeline in an iteration."""

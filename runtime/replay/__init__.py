@@ -3,9 +3,12 @@
     executor         runs one worker's program, op by op
     evaluation       the loss of validation data, by the forwards alone
     exchange         hands the result of an op to the next one, on the same worker or another
-    communication    sends, receives and sums over process groups
+    session          sends, receives, sums; aborts from any thread, and commit points
     transfers        tensors and sums that are on their way
-    transport        gloo or NCCL
+    backend          gloo, and how process groups are made and aborted
+    nccl             NCCL, whose communicators another thread must abort
+    sockets          finds and shuts the connections of gloo
+    transport        which of the two a run uses
     group_store      where the members of a process group leave their addresses
     membership       who trains together, and what each process is among them
     part_exchange    sums of gradients and parameters, where optimizer state is sharded

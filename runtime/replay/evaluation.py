@@ -12,10 +12,10 @@ from torch import nn
 from slipstream.runtime.model.computing.slices import Slices
 from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.state.steps import Steps
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import BeforeOp, Executor, Feed
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.session import Session
 from slipstream.schedules.check import check
 from slipstream.schedules.forwards import forwards_of
 from slipstream.schedules.schedule import Schedule
@@ -56,7 +56,7 @@ class Evaluation:
         Of the layers, meanwhile.
     """
 
-    def __init__(self, schedule: Schedule, *, communicator: Communicator, slices: Slices, steps: Steps,
+    def __init__(self, schedule: Schedule, *, session: Session, slices: Slices, steps: Steps,
                  exchange: Callable[[Schedule, range], Exchange], feed: Feed, before_op: BeforeOp,
                  iterations: int, mode: EvaluationMode) -> None:
         forwards = forwards_of(schedule)
@@ -66,9 +66,9 @@ class Evaluation:
         self._done = 0
         self._mode = mode
         self._slices = slices
-        self._exchange, self._recorder = exchange(forwards, range(0)), Recorder(communicator.device)
+        self._exchange, self._recorder = exchange(forwards, range(0)), Recorder(session.device)
         self._executor = Executor(
-            forwards, slices=slices, steps=steps, communicator=communicator, exchange=self._exchange,
+            forwards, slices=slices, steps=steps, session=session, exchange=self._exchange,
             feed=lambda one: feed(Microbatch(one.iteration % iterations, one.pipeline, one.index)),
             recorder=self._recorder, before_op=before_op)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_form, made
 from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carriers
-from slipstream.runtime.replay.communication import Communicator
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import Arriving, Outgoing
 from slipstream.schedules.graph import Transfer, programs_of, transfers
 from slipstream.schedules.precedence import op_key, waits
@@ -44,7 +44,7 @@ class Exchange:
 
     A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
     what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
-    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL communicator.
+    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL session.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
 
@@ -54,13 +54,15 @@ class Exchange:
         Of what goes into each layer of the schedule, and then of what comes out of the last.
     by_rank
         The same at each of the ranks that this process stands for, where these are several.
+    order
+        The transfers of the schedule, where they are known already.
     """
 
-    def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[Form],
-                 iterations: range, by_rank: RankForms | None = None) -> None:
-        everyone = transfers(schedule, programs_of(schedule))
-        self._worker = worker = communicator.worker
-        self._communicator = communicator
+    def __init__(self, schedule: Schedule, session: Session, forms: Sequence[Form],
+                 iterations: range, by_rank: RankForms | None = None, order: Sequence[Transfer] | None = None) -> None:
+        everyone = transfers(schedule, programs_of(schedule)) if order is None else order
+        self._worker = worker = session.worker
+        self._session = session
         self._schedule = schedule
         self._forms = forms
         self._by_rank = by_rank or RankForms(forms)
@@ -69,9 +71,11 @@ class Exchange:
                       if worker in (transfer.source, transfer.target)]
         self._place: Mapping[TensorName, int] = {_name(transfer): place
                                                  for place, (_, transfer) in enumerate(self._mine)}
+        self._round = 0
+        """The last one of which anything was taken or given, counted from the first."""
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
-        self._ahead = None if communicator.ordered else [place for place, (_, transfer) in enumerate(self._mine)
+        self._ahead = None if session.ordered else [place for place, (_, transfer) in enumerate(self._mine)
                                                   if transfer.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, list[Arriving]] = {}
@@ -107,7 +111,7 @@ class Exchange:
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on zeros, for an op that is not run. Raises CommunicationError."""
-        device = self._communicator.device
+        device = self._session.device
         form, _ = self._forms_of(name.kind, name.slice)
         self.give(iteration, name, made(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
@@ -140,6 +144,7 @@ class Exchange:
 
     def _number(self, iteration: int, name: TensorName) -> int | None:
         place = self._place.get(name)
+        self._round = iteration - self._iterations.start
         return None if place is None else (iteration - self._iterations.start) * len(self._mine) + place
 
     def _issue_through(self, number: int) -> None:
@@ -149,9 +154,11 @@ class Exchange:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Post the receives that come next; where transfers are ordered, as far as no send stands before them."""
+        """Post the receives that come next. Where transfers are ordered, as far as no send stands before them, and not
+        beyond the iteration: a host that waits for its device waits for them, too."""
         while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
-               and self._transfer(following)[1].target == self._worker):
+               and self._transfer(following)[1].target == self._worker
+               and (self._ahead is not None or following // len(self._mine) <= self._round)):
             self._issue(following)
             self._issued += 1
 
@@ -169,11 +176,11 @@ class Exchange:
             rounds, place = divmod(number, len(self._mine))
             taken = rounds, self._made_and_taken[place][1]
             self._leaving += [
-                _Leaving(self._communicator.send(carrier, transfer.target, tag, own_rank), transfer.target, taken)
+                _Leaving(self._session.send(carrier, transfer.target, tag, own_rank), transfer.target, taken)
                 for own_rank, carrier in enumerate(self._ready.pop(number))]
         else:
             shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
-            self._arriving[number] = [self._communicator.receive(shape, dtype, transfer.source, tag, own_rank)
+            self._arriving[number] = [self._session.receive(shape, dtype, transfer.source, tag, own_rank)
                                       for own_rank in range(self._by_rank.ranks)]
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:

@@ -11,10 +11,10 @@ from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.passed import Value
 from slipstream.runtime.model.state.steps import Steps
-from slipstream.runtime.replay.communication import Communicator, Shared
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.session import Session, Shared
 from slipstream.schedules.precedence import consumers, op_key, waits
 from slipstream.schedules.schedule import Op, OpKind, Schedule
 
@@ -62,17 +62,17 @@ class Executor:
     raises ends the iteration.
     """
 
-    def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
+    def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
                  before_exchange: Callable[[], None] = lambda: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
-        self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
+        self._program = [_step(schedule, op, slices) for op in schedule.ops(session.worker)]
         self._split = schedule.backward == "split"
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps
-        self._communicator = communicator
-        self._parts = [PartExchange(communicator, own_rank) for own_rank in communicator.own_ranks]
+        self._session = session
+        self._parts = [PartExchange(session, own_rank) for own_rank in session.own_ranks]
         """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
@@ -182,11 +182,11 @@ class Executor:
             else:
                 for own_rank, (gradients, *whole) in enumerate(by_rank):
                     self._parts[own_rank].reduce(layers, gradients, cut, self._slices.copies(slice, own_rank))
-                    self._communicator.sum_over_sharers(layers, whole, own_rank)
+                    self._session.sum_over_sharers(layers, whole, own_rank)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for own_rank, gradients in enumerate(by_rank):
-            self._communicator.sum_over_sharers(what, gradients, own_rank)
+            self._session.sum_over_sharers(what, gradients, own_rank)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with

@@ -77,6 +77,14 @@ class GroupStore(Store):
             pause = min(GROWTH * pause, LONGEST_PAUSE_SECONDS)
         self._values.update(zip(wanted, self._store.multi_get([self._prefix + key for key in wanted]), strict=True))
 
+    def met(self) -> None:
+        """All are there: nothing is waited for any more, but torch keeps this."""
+        self._require = _nothing
+
     def _of_all_ranks(self, key: str) -> list[str]:
         name, slash, rank = key.rpartition("/")
         return [f"{name}/{other}" for other in range(self._ranks)] if slash and rank.isdecimal() else [key]
+
+
+def _nothing() -> None:
+    """Does nothing."""

@@ -26,10 +26,17 @@ class Membership(NamedTuple):
         """For how many ranks this process does."""
         return 1 if self.group is None else self.group.stands_for
 
-    @property
-    def place_of_all(self) -> tuple[int, int]:
-        """The place of this process among all processes, and how many there are."""
-        index, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size() * self.stands_for)
-        counts = {worker: ranks // self.stand_for.get(worker, 1) for worker in self.ranks}
-        before = sum(count for worker, count in counts.items() if self.ranks[worker] < self.ranks[self.worker])
-        return before + index, sum(counts.values())
+    def process(self, worker: Worker, own_rank: int = 0) -> str:
+        """The name of the process of a worker with which this one communicates, as one of the ranks it stands for."""
+        return f"{worker}:{own_rank if self.group is None else self.group.rank() * self.stands_for + own_rank}"
+
+    def processes_of(self, worker: Worker) -> tuple[str, ...]:
+        """All processes of a worker, by the first of the ranks that each stands for."""
+        ranks = 1 if self.group is None else self.group.size() * self.stands_for
+        each = self.stands_for if worker == self.worker else self.stand_for.get(worker, 1)
+        return tuple(f"{worker}:{rank}" for rank in range(0, ranks, each))
+
+    def processes(self) -> tuple[str, ...]:
+        """Those of all members."""
+        return tuple(one for worker in sorted(self.ranks, key=self.ranks.__getitem__)
+                     for one in self.processes_of(worker))

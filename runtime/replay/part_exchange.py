@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from slipstream.runtime.model.state.parts import Cut, Span
-from slipstream.runtime.replay.communication import BYTES_TAG, Communicator
+from slipstream.runtime.replay.session import BYTES_TAG, Session
 from slipstream.runtime.replay.transfers import told_in_one_line
 from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
@@ -24,8 +24,8 @@ class PartExchange:
     """That of one worker in one generation, as one of the ranks that this process stands for. All methods raise
     CommunicationError."""
 
-    def __init__(self, communicator: Communicator, own_rank: int = 0) -> None:
-        self._communicator = communicator
+    def __init__(self, session: Session, own_rank: int = 0) -> None:
+        self._session = session
         self._own_rank = own_rank
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
         """Sums of gradients on their way: what carries them, and from where to where they then are to be copied."""
@@ -36,14 +36,14 @@ class PartExchange:
 
         Over gloo, sums are always in the order of the members. Raises CommunicationError.
         """
-        group = self._communicator.sharers_of(layers, self._own_rank)
+        group = self._session.sharers_of(layers, self._own_rank)
         if group is None:
             return
-        if self._communicator.ordered:
-            self._communicator.sum_over_sharers(layers, [gradients], self._own_rank)
+        if self._session.ordered:
+            self._session.sum_over_sharers(layers, [gradients], self._own_rank)
             self._copies.append(([], [(gradients[slice(*span)], there) for span, there in copies.items()]))
             return
-        place, staged = cut.members.index(self._communicator.worker), self._communicator.staged
+        place, staged = cut.members.index(self._session.worker), self._session.staged
         others = [other for other in range(len(cut.members)) if other != place]
         with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
             carried = gradients.cpu() if staged else gradients
@@ -69,7 +69,7 @@ class PartExchange:
                 works.append(group.send([part], buddy, _tag(_COPY, number)))
             elif buddy == place:
                 there = copies[cut.spans[number]]
-                into = torch.empty_like(part) if self._communicator.staged else there
+                into = torch.empty_like(part) if self._session.staged else there
                 works.append(group.recv([into], owner, _tag(_COPY, number)))
                 arriving += [(into, there)] if into is not there else []
         self._copies.append((works, arriving))
@@ -87,12 +87,12 @@ class PartExchange:
     def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
         """Start to bring each part of a range's parameters from its owner to all others; what waits for those of the
         others. Both raise CommunicationError."""
-        group = self._communicator.sharers_of(layers, self._own_rank)
+        group = self._session.sharers_of(layers, self._own_rank)
         what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
             return lambda: None
-        staged, ordered = self._communicator.staged, self._communicator.ordered
-        place = cut.members.index(self._communicator.worker)
+        staged, ordered = self._session.staged, self._session.ordered
+        place = cut.members.index(self._session.worker)
         parts = _parts(cut)
         lacking = [span for _, owner, span in parts if owner != place]
         with told_in_one_line(what):
@@ -105,7 +105,7 @@ class PartExchange:
             else:
                 if staged:
                     carried = torch.empty(parameters.shape, dtype=parameters.dtype)
-                    for span in cut.own(self._communicator.worker):
+                    for span in cut.own(self._session.worker):
                         carried[slice(*span)].copy_(parameters[slice(*span)])
                 for number, owner, span in parts:
                     tag, part = _tag(_GATHER, number), carried[slice(*span)]

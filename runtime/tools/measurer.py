@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import permutations
 
 import msgspec
 import torch
@@ -20,9 +21,9 @@ from slipstream.runtime.model.passed import TensorForm, carrier_form
 from slipstream.runtime.model.state.holding import build_holding, gradient_dtype
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, timed
 from slipstream.runtime.torch_private import TCPStore
@@ -106,15 +107,16 @@ class _Measurer:
         everyone = [Worker(worker, 0) for worker in range(task.workers)]
         me, reduce_group = everyone[task.worker], everyone[:task.reduce_group]
         membership = Membership(1, {worker: place for place, worker in enumerate(everyone)}, me, self._group)
-        communicator = Communicator(membership, {_LAYERS: reduce_group} if me in reduce_group else {},
-                                    transport=task.transport, device=self._device, store=self._store)
+        session = Session(membership, links=Links(task.transport), device=self._device, store=self._store)
+        session.connect({_LAYERS: reduce_group} if me in reduce_group else {},
+                        pairs=list(permutations(everyone[:2], 2)))
         stages, waiting = self._compute() if task.stages else ({}, 0.0)
         self._meet("measured by all", task.workers)
         all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
         if task.workers > 1:
-            all_reduce, gather, transfer = self._communicate(communicator, everyone)
+            all_reduce, gather, transfer = self._communicate(session, everyone)
         self._meet("end", task.workers)
-        communicator.drop()
+        session.close()
         return Answer(stages, all_reduce, gather, transfer, waiting)
 
     def _compute(self) -> tuple[dict[int, StageProfile], float]:
@@ -157,7 +159,7 @@ class _Measurer:
         again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
         return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
 
-    def _communicate(self, communicator: Communicator, everyone: Sequence[Worker]
+    def _communicate(self, session: Session, everyone: Sequence[Worker]
                      ) -> tuple[list[float], list[float], float]:
         """Seconds of the all-reduce of each stage, of gathering its parameters where the optimizer's state is sharded,
         and of a transfer of the largest activation.
@@ -167,26 +169,26 @@ class _Measurer:
         task = self._task
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
         largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
-        transfer = self._median(lambda: _ping_pong(communicator, task.worker, everyone, largest, self._device) / 2)
+        transfer = self._median(lambda: _ping_pong(session, task.worker, everyone, largest, self._device) / 2)
         all_reduce, gather, reduce_group = [], [], everyone[:task.reduce_group]
         for layers in task.ranges:
             gradients = self._gradients(layers)
             if task.config.training.shard_optimizer and everyone[task.worker] in reduce_group:
-                reduced, gathered = self._reduce_parts(communicator, sum(map(len, gradients)), reduce_group)
+                reduced, gathered = self._reduce_parts(session, sum(map(len, gradients)), reduce_group)
                 all_reduce.append(reduced)
                 gather.append(gathered)
                 continue
             gather.append(0.0)
             all_reduce.append(self._median(lambda: timed(
-                lambda: communicator.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
+                lambda: session.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
         return all_reduce, gather, transfer
 
-    def _reduce_parts(self, communicator: Communicator, total: int, members: Sequence[Worker]) -> tuple[float, float]:
+    def _reduce_parts(self, session: Session, total: int, members: Sequence[Worker]) -> tuple[float, float]:
         """Seconds that gradients of so many elements, and parameters, take where each has a part."""
         training, one = self._task.config.training, cut(total, members, (), sharded=True)
         if not one.sharded:
             return 0.0, 0.0
-        exchange = PartExchange(communicator)
+        exchange = PartExchange(session)
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
@@ -230,7 +232,7 @@ class _Measurer:
             time.sleep(0.002)
 
 
-def _ping_pong(communicator: Communicator, worker: int, everyone: Sequence[Worker], form: TensorForm,
+def _ping_pong(session: Session, worker: int, everyone: Sequence[Worker], form: TensorForm,
                device: torch.device) -> float:
     """Seconds there and back, between the first two."""
     if worker > 1:
@@ -239,10 +241,10 @@ def _ping_pong(communicator: Communicator, worker: int, everyone: Sequence[Worke
     peer = everyone[1 - worker]
 
     def receive() -> None:
-        communicator.receive(form.shape, form.dtype, peer, 1).take()
+        session.receive(form.shape, form.dtype, peer, 1).take()
 
     def send() -> None:
-        communicator.send(tensor, peer, 1).wait()
+        session.send(tensor, peer, 1).wait()
 
     def both() -> None:
         for step in (send, receive) if worker == 0 else (receive, send):

@@ -2,7 +2,7 @@
 
 Stages are measured by workers that compute at the same time, as many as the machine will run (on CPUs: as many as have
 cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
-`UndoableOptimizer`, `Communicator`), timed over a few micro-batches in a row; the median of the rounds counts.
+`UndoableOptimizer`, `Session`), timed over a few micro-batches in a row; the median of the rounds counts.
 
 Where a worker is several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
 from rank r to rank r, all ranks at the same time.

@@ -9,8 +9,8 @@ import torch
 
 from slipstream.runtime.processes.children import ChildError, Children
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))
@@ -71,24 +71,24 @@ def _exchange(task: _Task) -> SelfTestResult:
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
-    communicator = Communicator(membership, {LAYERS: WORKERS}, transport="gloo", device=torch.device("cpu"),
-                                store=store)
+    session = Session(membership, links=Links("gloo"), device=torch.device("cpu"), store=store)
+    session.connect({LAYERS: WORKERS})
     met = time.perf_counter()
     (peer,) = (worker for worker in WORKERS if worker != task.worker)
     tensor = torch.arange(NUMBERS, dtype=torch.float32)
     for _ in range(ROUNDS):
         if task.worker == WORKERS[0]:
-            communicator.send(tensor, peer, 1).wait()
-            tensor = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
+            session.send(tensor, peer, 1).wait()
+            tensor = session.receive((NUMBERS,), torch.float32, peer, 1).take()
         else:
-            tensor = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
-            communicator.send(tensor, peer, 1).wait()
+            tensor = session.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+            session.send(tensor, peer, 1).wait()
     seconds = (time.perf_counter() - met) / (2 * ROUNDS)
-    communicator.sum_over_sharers(LAYERS, [tensor])
+    session.sum_over_sharers(LAYERS, [tensor])
     if not torch.equal(tensor, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
         raise SelfTestError("gloo gave other numbers than were sent")
-    communicator.wait_for_all()
-    communicator.drop()
+    session.wait_for_all()
+    session.close()
     return SelfTestResult(met - began, seconds)
 
 

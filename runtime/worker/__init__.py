@@ -29,7 +29,6 @@ Its parts:
     training             the iterations of the order
     reports              what is reported of each, and acknowledged
     activity             what it does at a moment
-    connections, sockets which sockets are cut when an order ends
     device_memory        what is done where a device has no room
     freed_memory         goes back to the system when an order has ended
     layer_store          the layers that it holds

@@ -18,15 +18,15 @@ from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
-from slipstream.runtime.worker.connections import Connections
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.runtime.worker.rank_layers import RankReceivers, RankSenders
-from slipstream.runtime.worker.sockets import Sockets
 from slipstream.schedules.schedule import Schedule, Worker
 
 WorkerLink = CoordinatorLink[ToWorker, Setup]
@@ -42,6 +42,8 @@ class WorkerContext:
     channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
+    links: Links
+    """Those that live from order to order."""
     setup: Setup
     config: RunConfig
     """Of this node's own job file."""
@@ -87,7 +89,7 @@ class OrderContext:
     context: WorkerContext
     order: Train
     schedule: Schedule
-    connections: Connections
+    session: Session
     activity: Activity
     samples: DealtSamples
     """What the names of the schedule stand for."""

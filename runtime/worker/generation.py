@@ -1,4 +1,4 @@
-"""A generation: one worker's part in one order for training. It connects to the other members, gets layers, and runs.
+"""A generation: one worker's part in one order for training. It connects to other members, gets layers, and runs.
 
 It ends when the order does: because all iterations are done, because it was told to stop before the next one, or
 because of an error. In all cases, `leave` goes back to the last committed iteration.
@@ -7,6 +7,7 @@ because of an error. In all cases, `leave` goes back to the last committed itera
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -14,32 +15,30 @@ from slipstream.runtime.model.seeds import GENERATORS
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.protocol.to_coordinator import Known, Note, Paused, Status
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.dealt_samples import DealtSamples
 from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import Activity
-from slipstream.runtime.worker.connections import Connections
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.freed_memory import give_back
 from slipstream.runtime.worker.layers_of_order import take_layers
 from slipstream.runtime.worker.reports import Reports
 from slipstream.runtime.worker.training import Training
+from slipstream.schedules.graph import Transfer, programs_of, transfers
 from slipstream.schedules.schedule import Schedule
 
 STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
-LET_GO_SECONDS = 3600.0
-"""An iteration takes minutes; schedules are planned in seconds."""
 
 
 class Generation:
     """Carries out one order for training.
 
-    `run` is for a thread of its own, which computes, and makes and closes the connections. The main thread calls
+    `run` is for a thread of its own, which computes, and makes and closes connections. The main thread calls
     `end`, `acknowledged` and `abandon_if_stuck`, which return at once.
     """
 
@@ -47,19 +46,22 @@ class Generation:
         self._context = context
         self._order = order
         self._schedule = schedule
-        self._connections = Connections(context.lasting_sockets)
+        members = sorted(seat.worker for seat in schedule.seats)
+        self._session = Session(
+            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
+                       context.group, dict(order.stand_for)),
+            links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
+        self._connected = False
         self._activity = Activity()
-        self._part = OrderContext(context=context, order=order, schedule=schedule, connections=self._connections,
+        self._part = OrderContext(context=context, order=order, schedule=schedule, session=self._session,
                                   activity=self._activity,
                                   samples=DealtSamples(schedule, context.corpus, context.config.training))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
-        self._communicator: Communicator | None = None
+        self._transfers: Sequence[Transfer] = ()
         self._training: Training | None = None
         """Once there are layers to train."""
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-        """The next order has come: no peer reads from the connections any more."""
         self._ended_at: float | None = None
         self._paused = False
 
@@ -85,9 +87,9 @@ class Generation:
         return None if last is None else Factor(*last)
 
     def end(self) -> None:
-        """The order has ended: break the connections, so that `run` stops whatever it waits for."""
+        """The order has ended: `run` stops whatever it waits for."""
         self._ended_at = time.monotonic()
-        self._connections.end()
+        self._session.abort()
         if self._context.group is not None:  # the report of one rank is acknowledged only with those of the others
             self._reports.order_ended()
 
@@ -115,10 +117,6 @@ class Generation:
         return self._order.first_iteration <= order.first_iteration \
             and order.first_iteration - 1 in (reached, reached - 1)
 
-    def let_go(self) -> None:
-        """Nobody reads from the connections any more."""
-        self._over.set()
-
     def acknowledged(self, message: Acknowledged) -> None:
         """The coordinator has acknowledged a report."""
         self._reports.acknowledged(message)
@@ -131,14 +129,13 @@ class Generation:
         assert self._ended_at is not None
         if self._thread is None:
             return
-        patience = MEETING_SECONDS if self._communicator is None else STUCK_SECONDS
+        patience = STUCK_SECONDS if self._connected else MEETING_SECONDS
         thread = self._thread.ident or 0
         call = OPEN_CALLS.of(thread)
         if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
             GENERATORS.take_from(thread)
-            self._connections.release()
-            self._communicator = None  # the thread keeps it: dropping what is stuck would not return
+            self._session.release()  # the thread keeps what is stuck: closing that would not return
             self._say_paused(f"stuck while {call.what}")
 
     def status(self) -> Status:
@@ -149,22 +146,22 @@ class Generation:
                                      None if self._thread is None else self._thread.ident)
 
     def run(self) -> None:
-        """Carry out the order, and report how it ended; then close the connections, once no peer reads from them.
+        """Carry out the order, and report how it ended; then close what has failed.
 
         Raises AbandonedError, and errors of this worker's own.
         """
         self._thread = threading.current_thread()
-        self._context.injector.cut = self._connections.cut
+        self._context.injector.cut = self._session.cut
         reason, out_of_memory = None, False
         try:
             self._context.injector.at(self._order.first_iteration, "ordered")
-            self._connections.require()
+            self._session.require()
             self._activity.begins("meets the other workers")
-            self._communicator = self._meet()
-            self._connections.made()
-            take_layers(self._part, self._communicator)
+            self._connect()
+            self._connected = True
+            take_layers(self._part)
             self._activity.begins("prepares its program")
-            self._training = Training(self._part, self._communicator, self._reports)
+            self._training = Training(self._part, self._reports, self._transfers)
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
@@ -176,25 +173,20 @@ class Generation:
             self._part.samples.close()
         if out_of_memory:  # and nothing of the iteration is held any more
             self._context.memory.give_back()
+        if reason is not None:
+            self._session.abort()  # others may wait for this worker
+        self._session.release()
         self._say_paused(reason)
-        if reason is None:
-            # Others may still take from these connections what they need for the end of the iteration. Who has not
-            # after so long loses them as in a failure.
-            self._over.wait(LET_GO_SECONDS)
-        self._connections.release()
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            communicator.drop()
+        self._session.close()
         give_back()
 
     def leave(self, order: Order) -> None:
         """The next order has come: go back to the last committed iteration.
 
-        The order came after `Paused`, so that `run` changes nothing any more. It closes the connections meanwhile:
-        gloo takes 10 ms and more for that.
+        The order came after `Paused`, so that `run` changes nothing any more. It closes connections meanwhile: gloo
+        takes 10 ms and more for that.
         """
         assert self._paused
-        self._over.set()
         if self._training is not None:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
@@ -208,13 +200,9 @@ class Generation:
                                           self._context.layer_store.holding.ranges, self._validated, reason,
                                           self._context.layer_store.kept()))
 
-    def _meet(self) -> Communicator:
-        order, context = self._order, self._context
-        members = sorted(seat.worker for seat in self._schedule.seats)
-        return Communicator(
-            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
-                       context.group, dict(order.stand_for)),
-            context.placement.sharers(self._schedule, context.worker, context.sharing),
-            transport=context.setup.transport, device=context.device, store=context.store,
-            sums=watches_gradients(context.config.training), bytes_too=context.config.training.shard_optimizer,
-            require=self._connections.require)
+    def _connect(self) -> None:
+        context, training = self._context, self._context.config.training
+        self._transfers = transfers(self._schedule, programs_of(self._schedule))
+        self._session.connect(context.placement.sharers(self._schedule, context.worker, context.sharing),
+                              pairs={(one.source, one.target) for one in self._transfers},
+                              sums=watches_gradients(training), bytes_too=training.shard_optimizer)

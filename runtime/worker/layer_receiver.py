@@ -26,6 +26,7 @@ from slipstream.runtime.model.state.optimizer import UndoableOptimizer
 from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.protocol.authentication import Secret, introduce
 from slipstream.runtime.protocol.to_worker import LayerMove, PartMove
+from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
@@ -41,7 +42,6 @@ from slipstream.runtime.worker.layer_messages import (
     pack,
     read_message,
 )
-from slipstream.runtime.worker.sockets import Sockets, sockets_of
 from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from slipstream.runtime.protocol.authentication import Secret
+from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
@@ -27,7 +28,6 @@ from slipstream.runtime.worker.layer_messages import (
     PartStepped,
 )
 from slipstream.runtime.worker.layer_server import LayerServer, Receiver
-from slipstream.runtime.worker.sockets import Sockets, sockets_of
 
 POLL_SECONDS = 0.002
 

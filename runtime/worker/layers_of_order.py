@@ -7,7 +7,6 @@ from slipstream.runtime.model.state.holding import keeps_parts
 from slipstream.runtime.model.state.parts import cuts_of
 from slipstream.runtime.protocol.to_coordinator import Note
 from slipstream.runtime.protocol.to_worker import Finish, Train
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import WAITS
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
@@ -15,12 +14,12 @@ from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_fo
 from slipstream.runtime.worker.layer_store import ByRank
 
 
-def take_layers(part: OrderContext, communicator: Communicator) -> None:
+def take_layers(part: OrderContext) -> None:
     """Hold exactly what the order's schedule needs of this worker. Raises CommunicationError."""
     order, context = part.order, part.context
     context.injector.at(order.first_iteration, "met")
     if keeps_parts(context.config.training):
-        _take_parts(part, communicator)
+        _take_parts(part)
         context.injector.at(order.first_iteration, "moved")
         return
     needed = context.placement.held(part.schedule, part.worker)
@@ -29,12 +28,12 @@ def take_layers(part: OrderContext, communicator: Communicator) -> None:
                  context.layer_store.restore)
     elif order.first_iteration == context.setup.first_iteration:
         context.layer_store.restore(needed, order.first_iteration)
-    _move(part, needed, communicator)
+    _move(part, needed)
     context.layer_store.holding.reduce_by(context.placement.reduced(part.schedule, part.worker))
     context.injector.at(order.first_iteration, "moved")
 
 
-def _take_parts(part: OrderContext, communicator: Communicator) -> None:
+def _take_parts(part: OrderContext) -> None:
     """Where workers keep parts: what is kept changes only once all have what they need of it.
 
     What has come counts as kept before that. So if a worker dies meanwhile, those that do not hear any more that all
@@ -48,8 +47,8 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
         store.clear()
         store.read(context.placement.held(part.schedule, part.worker), order.first_iteration)
     part.activity.begins(f"{WAITS} for parts of layers to move")
-    store.receive(move_parts(context, order, part.connections.require, order.fetch))
-    communicator.wait_for_all()
+    store.receive(move_parts(context, order, part.session.require, order.fetch))
+    part.session.wait_for_all()
     cuts = cuts_of(reduced, dict(order.cut_for), store.elements, context.setup.failure_domains,
                    sharded=context.config.training.shard_optimizer)
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
@@ -79,12 +78,12 @@ def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[
         raise CommunicationError(f"going back to iteration {iteration} failed: {error}") from None
 
 
-def _move(part: OrderContext, needed: frozenset[int], communicator: Communicator) -> None:
+def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now.
 
     Where any move, nobody drops one before all have theirs: whoever dies meanwhile may be the only one that has it.
     """
-    order, context, require = part.order, part.context, part.connections.require
+    order, context, require = part.order, part.context, part.session.require
     part.activity.begins(f"{WAITS} for layers to move")
     context.layer_receiver.begin([
         LayerFetch(0, order.number, senders_for(part.worker, order.moves, order.addresses, rank), follow=False)
@@ -94,5 +93,5 @@ def _move(part: OrderContext, needed: frozenset[int], communicator: Communicator
     store, taken = context.layer_store, context.layer_receiver.take(order.number, order.fetch, require)
     if order.moves or order.fetch:
         store.keep(needed.union(store.holding.modules), taken)
-        communicator.wait_for_all()
+        part.session.wait_for_all()
     store.keep(needed, taken)

@@ -168,8 +168,6 @@ class MainThread:
         """What the new coordinator must know; None where it goes on without what this worker holds."""
         generation = self._generation
         if self._channel.setup.forget:
-            if generation is not None:
-                generation.let_go()
             self._generation = None
             self._threads.forget(self._context)
             return None

@@ -16,9 +16,9 @@ from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.holding import build_holding, keeps_parts
 from slipstream.runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from slipstream.runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.recorder import OpTime
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.context import WorkerContext
@@ -42,7 +42,7 @@ class OrderThreads:
         self._finishing = threading.Lock()
         """Held while the layers are written at the end, and while an order changes what is held: that to finish may
         end early."""
-        self._between_ranks: Communicator | None = None
+        self._between_ranks: Session | None = None
         """Of the last order to finish."""
         self._speed_tests: list[threading.Thread] = []
         """Those that may still run."""
@@ -65,7 +65,7 @@ class OrderThreads:
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
-                    self._between_ranks.drop()  # all ranks have met for another order since, and so have done with it
+                    self._between_ranks.close()  # all ranks have met for another order since, and so have done with it
                     self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.clear()
@@ -85,6 +85,7 @@ class OrderThreads:
                 with suppress(CommunicationError):  # the order is over, or the coordinator hears of it from them
                     move_parts(context, order, partial(_require_not, over))
             context.layer_store.clear()
+            context.links.close()
             if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
                 context.group.connect(None)
 
@@ -169,12 +170,12 @@ def leave(context: WorkerContext, previous: Generation | None, order: Order) -> 
         context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
 
 
-def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None:
+def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
     """What the ranks of this worker gather their shards over; None where it is one process."""
     if context.group is None:
         return None
     alone = Membership(order.number, {context.worker: 0}, context.worker, context.group)
-    return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
+    return Session(alone, links=context.links, device=context.device, store=context.store).connect()
 
 
 def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> None:

@@ -13,11 +13,11 @@ from slipstream.runtime.model.layers.shards import Shards, shards_of, state_of_r
 from slipstream.runtime.model.ranks.own_ranks import joined_state
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.worker.layer_messages import MessageError, PartName
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from slipstream.runtime.worker.layer_sender import Layers, LayerSender
 from slipstream.runtime.worker.layer_store import ByRank, LayerStore
-from slipstream.runtime.worker.sockets import Sockets
 
 
 class _RankLayers:

@@ -8,9 +8,9 @@ from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.to_coordinator import Ran, Validated
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.session import OrderEndedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import WAITS
-from slipstream.runtime.worker.connections import OrderEndedError
 from slipstream.runtime.worker.context import OrderContext
 
 ANSWER_SECONDS = 600.0

@@ -26,6 +26,7 @@ from slipstream.runtime.protocol.rendezvous import RendezvousError, address_towa
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.session import Links
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
@@ -57,7 +58,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     layer_store = _layer_store(spec, model, checkpoints, by_rank)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel), setup=channel.setup,
+        worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
+        links=Links(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],

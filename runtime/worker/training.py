@@ -1,7 +1,7 @@
 """A worker's iterations of one order: it runs its program, steps, evaluates where that is due, and reports."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -15,13 +15,13 @@ from slipstream.runtime.model.state.holding import keeps_parts
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.to_coordinator import Started
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.reports import OrderStoppedError, Reports
 from slipstream.runtime.worker.slowed_recorder import recorder_for
+from slipstream.schedules.graph import Transfer
 from slipstream.schedules.schedule import OpKind, Schedule
 
 
@@ -31,18 +31,19 @@ class Training:
     It does not hold what runs the program, which calls it back: both are freed as soon as the order is over.
     """
 
-    def __init__(self, part: OrderContext, communicator: Communicator, reports: Reports) -> None:
+    def __init__(self, part: OrderContext, reports: Reports, order: Sequence[Transfer]) -> None:
         context, schedule = part.context, part.schedule
         training = context.config.training
         self._part = part
-        self._communicator = communicator
+        self._session = part.session
+        self._transfers = order
         self._reports = reports
         self.evaluation_mode = EvaluationMode()
         self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
                                      if worker == part.worker)
         self.steps = Steps(
             context.layer_store.holding, training, layers=context.model.layers, speaks_for=self._speaks_for,
-            share=communicator.sum_over_all if watches_gradients(training) else None,
+            share=part.session.sum_over_all if watches_gradients(training) else None,
             staggered=schedule.optimizer == "staggered", stepped=partial(_pass_on, context))
 
     def run(self) -> None:
@@ -55,7 +56,7 @@ class Training:
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=weights, config=context.config)
         executor = Executor(
-            part.schedule, slices=slices, steps=steps, communicator=self._communicator, exchange=exchange,
+            part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
             before_exchange=self._reports.require_acknowledged, sample_of=part.samples)
         evaluate = self._evaluation(slices, executor, weights)
@@ -68,8 +69,7 @@ class Training:
                     # Not before: it takes many trips between the nodes, and no recovery should wait for them.
                     self._reports.require_acknowledged()
                     part.activity.begins("compares clocks")
-                    with part.connections.more():
-                        recorder.offset_seconds = self._communicator.clock_offset()
+                    recorder.offset_seconds = self._session.clock_offset()
                 recorder.begin(iteration, traced=iteration >= first_traced)
                 loss = executor.run(iteration)
                 context.injector.at(iteration, "stepped")
@@ -77,6 +77,7 @@ class Training:
                 if is_evaluated(context.config.training, iteration):
                     evaluation = evaluate(iteration)
                     exchange.more(len(self._stretch(iteration + 1)))
+                self._session.commit_point()
                 self._reports.report(iteration, loss, steps, recorder, evaluation)
             self._reports.require_acknowledged()
         part.activity.begins("ends its last iteration")
@@ -91,7 +92,8 @@ class Training:
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
         context = self._part.context
-        return Exchange(schedule, self._communicator, context.forms, iterations, context.by_rank)
+        return Exchange(schedule, self._session, context.forms, iterations, context.by_rank,
+                        self._transfers if schedule is self._part.schedule else None)
 
     def _validate(self, executor: Executor) -> None:
         """See to it that the last step is right, where nobody has run a forward of the next iteration, or will."""
@@ -110,7 +112,7 @@ class Training:
         def before_op(iteration: int, place: int, kind: OpKind) -> None:
             reached = self._reports.reached
             part.activity.begins(f"evaluates after iteration {reached}: {kind} {place} of round {iteration}")
-            part.connections.require()
+            self._session.require()
             context.injector.at(reached, "evaluating")
 
         def evaluate(iteration: int) -> float:
@@ -119,7 +121,7 @@ class Training:
             assert context.validation is not None and validation is not None
             if not made:
                 made.append(Evaluation(
-                    part.schedule, communicator=self._communicator, slices=slices, steps=self.steps,
+                    part.schedule, session=self._session, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
                     iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
             slices.weigh(validation)
@@ -133,7 +135,7 @@ class Training:
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
         checkpoint or another worker needs it."""
-        context, require = self._part.context, self._part.connections.require
+        context, require = self._part.context, self._session.require
         self._part.activity.begins((iteration, place))
         require()
         context.injector.at(iteration, place)
@@ -160,9 +162,9 @@ class Training:
             for layers, cut in store.holding.cuts.items():
                 for member in cut.members[1:] if cut.sharded else ():
                     if self._part.worker == cut.members[0]:
-                        received[own_rank] += unpack_parts(self._communicator.receive_bytes(member, own_rank))
+                        received[own_rank] += unpack_parts(self._session.receive_bytes(layers, member, own_rank))
                     elif self._part.worker == member:
-                        self._communicator.send_bytes(pack_parts(mine.own_parts(layers)), cut.members[0], own_rank)
+                        self._session.send_bytes(pack_parts(mine.own_parts(layers)), layers, cut.members[0], own_rank)
         return store.whole_layers(self._speaks_for, received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:

@@ -14,8 +14,9 @@ UNIT = 10**6
 """Costs are rounded to millionths of the mean. From there on all numbers are whole: all machines find the same."""
 MOST = 1000
 """A sample costs at most so many times the mean."""
-MOST_STEPS = 64_000_000
-"""Steps of replays that an iteration is dealt with at most: about a second. Larger schedules have fewer swaps."""
+STEPS_PER_SECOND = 64_000_000
+"""Steps of replays that a core makes, about. An iteration is dealt with those of a second at most, and of half the time
+that it takes by plan: the next one is dealt while it runs. Larger schedules have fewer swaps."""
 
 Costs = npt.NDArray[np.float64]
 """[samples, 3], or [samples, stages, 3] where stages differ: what a sample's F, I and W take, as multiples of the mean.
@@ -73,11 +74,12 @@ class Dealer:
         # What a swap replays: the blocks of two names, and the tail.
         begin = self._arrays.begin
         sizes = np.sort(begin[1:-1] - begin[:-2])
+        self._most_steps = int(STEPS_PER_SECOND * min(1.0, schedule.seconds(schedule.period_ticks) / 2))
         self._steps_of_a_swap = int(sizes[-2:].sum() + begin[-1] - begin[-2]) + len(self._arrays.release)
 
     def swaps(self, wanted: int) -> int:
-        """How many of the swaps that are wanted are tried: fewer than all where the schedule is very large."""
-        return min(wanted, MOST_STEPS // max(1, self._steps_of_a_swap))
+        """How many of the swaps that are wanted are tried: fewer than all where they would take too long."""
+        return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
         """The samples of an iteration, by their `Costs`.

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import slipstream.cli.doctor
+from slipstream.cli import doctor
 from slipstream.cli.app import app
 from slipstream.runtime.tools.self_test import SelfTest, SelfTestError
 from slipstream.schedules.check import Violation
@@ -25,7 +25,7 @@ def findings(result):
 
 def test_all_is_well_here(monkeypatch):
     """The whole self-test: a plan, a lookup, and two processes that talk over gloo."""
-    monkeypatch.setattr(cli.doctor, "SELF_TEST_SECONDS", SECONDS)
+    monkeypatch.setattr(doctor, "SELF_TEST_SECONDS", SECONDS)
     result = run("--json")
     assert result.exit_code == 0, result.stdout
     assert json.loads(result.stdout)["ok"]
@@ -41,7 +41,7 @@ def test_report_for_a_reader():
 
 
 def test_a_missing_package(monkeypatch):
-    monkeypatch.setattr(cli.doctor, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
     result = run("--quick")
     assert result.exit_code == 1 and "✗ no-such-package" in result.stdout and "pip install" in result.stdout
 
@@ -49,7 +49,7 @@ def test_a_missing_package(monkeypatch):
 def test_a_broken_planner_is_told(monkeypatch):
     broken = Violation("memory", "worker 0.0 holds too much")
     monkeypatch.setattr("slipstream.schedules.check.check", lambda schedule: [broken])
-    found = next(iter(cli.doctor._planning()))
+    found = next(iter(doctor._planning()))
     assert found.status == "failed" and "worker 0.0 holds too much" in found.detail
 
 

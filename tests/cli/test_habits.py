@@ -22,7 +22,8 @@ from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "cli" / "jobs"
-SLIPSTREAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'slipstream'; from slipstream.cli.start import main; main()"]
+SLIPSTREAM = [sys.executable, "-c",
+              "import sys; sys.argv[0] = 'slipstream'; from slipstream.cli.start import main; main()"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 ENVIRONMENT = {name: value for name, value in os.environ.items()
@@ -260,8 +261,8 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused(arguments):
 
 INTERRUPTED = """
 import os, signal, sys, threading
-import slipstream.cli.app
-load = cli.app.load
+from slipstream.cli import app
+load = app.load
 
 def loaded(name):
     command = load(name)
@@ -270,7 +271,7 @@ def loaded(name):
     timer.start() if {delay} else os.killpg(0, signal.SIGINT)
     return command
 
-cli.app.load = loaded
+app.load = loaded
 from slipstream.cli.start import main
 main()
 """

@@ -269,7 +269,7 @@ def test_what_is_too_large_exits_2_with_the_size_that_fits(tmp_path):
 @pytest.mark.real_clock
 def test_interrupting_keeps_the_best_plan(tmp_path):
     (tmp_path / "job.toml").write_text(HARD)
-    command = [sys.executable, "-c", "from slipstream.cli.app import main; main()", "plan", "job.toml", "--failed", "1.4",
+    command = [sys.executable, "-m", "slipstream", "plan", "job.toml", "--failed", "1.4",
                "--time-limit", "100", "--out", "s.json", "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -107,7 +107,7 @@ def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
 @pytest.mark.real_clock
 def test_interrupting_keeps_what_is_finished(tmp_path):
     (tmp_path / "job.toml").write_text(JOB.replace("= 2", "= 4").replace("microbatches = 3", "microbatches = 8"))
-    command = [sys.executable, "-c", "from slipstream.cli.app import main; main()", "table", "job.toml", "--max-failures", "4",
+    command = [sys.executable, "-m", "slipstream", "table", "job.toml", "--max-failures", "4",
                "--exact", "--jobs", "1", "--time-limit", "1", "--out", "table"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

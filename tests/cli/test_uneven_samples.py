@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.trace_alarms import found_slow
 from slipstream.cli.app import app
 from slipstream.planner.job.file import read_job
+from slipstream.planner.job.straggler_trace import read_straggler_trace
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.codec import write
 from tests.jobs import grid
@@ -20,24 +22,31 @@ def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def trace(path, *, slow=1.0, without=None, chunk=0):
-    """3 pipelines x 2 stages x 4 micro-batches, 2 steps; forward 1 s, backward 2 s times a sample's length."""
+def trace(path, *, slow=1.0, without=None, chunk=0, steps=(5, 9)):
+    """3 pipelines x 2 stages x 4 micro-batches; forward 1 s, backward 2 s times a sample's length.
+
+    Op after op without waiting; 0.5 s before the first and 0.75 s after the last. A tensor takes 0.01 s.
+    """
     from pyarrow import parquet
 
     random, rows = np.random.default_rng(0), []
-    for step in (5, 9):
+    for step in steps:
         of_pipeline = random.lognormal(-0.3, 0.8, 4)  # others have the same in another order: nobody is slow by them
         length = np.stack([np.roll(of_pipeline, pipeline) for pipeline in range(3)])
         for pipeline in range(3):
             for stage in range(2):
-                factor = slow if (pipeline, stage) == (1, 0) else 1.0
+                factor, at = slow if (pipeline, stage) == (1, 0) else 1.0, 0.5
+                rows.append((pipeline, stage, step, "params-all-gather", 0.0, 0.5, -1, 0))
                 for index in range(4):
                     for kind, seconds in (("forward-compute", 1.0), ("backward-compute", 2.0)):
-                        rows.append((pipeline, stage, step, kind, factor * seconds * length[pipeline, index], index,
-                                     chunk))
-                rows.append((pipeline, stage, step, "optimizer", 0.25, 0, 0))
-                rows.append((pipeline, stage, step, "grads-reduce-scatter", 0.5 + pipeline, 0, 0))
-    names = ("dp_rank", "stage", "step", "optype", "duration", "mb_id", "mc")
+                        took = factor * seconds * length[pipeline, index]
+                        rows.append((pipeline, stage, step, kind, at, took, index, chunk))
+                        at += took
+                    sends = "forward-send" if stage == 0 else "forward-recv"
+                    rows.append((pipeline, stage, step, sends, at, 0.01 if (index + stage) % 2 else 0.3, -1, 0))
+                longest = 12.0 * length.mean() * max(slow, 1.0)  # all pipelines have the same samples
+                rows.append((pipeline, stage, step, "optimizer", 0.5 + longest, 0.75, 0, 0))
+    names = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "mc")
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     if without is not None:
         del columns[without]
@@ -58,7 +67,10 @@ def test_a_job_from_a_trace(here):
     job = read_job(here / "job.toml")
     assert (job.pipelines, job.stages, job.microbatches) == (3, 2, (4, 4, 4))
     assert job.time.backward_input == job.time.backward_weight == pytest.approx(job.time.forward, rel=1e-3)
-    assert job.time.optimizer == pytest.approx([0.75] * 2)  # of the reduction, what the last to come takes
+    assert job.time.optimizer == pytest.approx([1.25] * 2)  # all before the first and after the last
+    assert job.time.transfer == pytest.approx(0.01)  # the other end waits
+    assert slipstream("new", "--trace", "t.parquet", "--transfer", 0.5, "--force").exit_code == 0
+    assert read_job(here / "job.toml").time.transfer == 0.5
     ((worker, factor),) = job.time.slow
     assert str(worker) == "1.0" and factor == pytest.approx(2.4, rel=1e-2)
 
@@ -68,7 +80,7 @@ def test_what_unequal_samples_cost_and_dealing_gives_back(here):
     (here / "lengths").write_text("".join(lines))
     found = json.loads(slipstream("jitter", "plan.json", "--lengths", "lengths", "--attention", 0.6, "--json").stdout)
     assert found["iterations"] == 5 and found["planned"] < found["as_they_come"]
-    assert [row["swaps"] for row in found["dealt"]] == [1, 100, 300, 1000, 3000, 10000]
+    assert [row["swaps"] for row in found["dealt"]] == [1, 100, 300, 1000, 3000, 6000, 10000, 30000]
     assert found["dealt"][-1]["mean"] < found["as_they_come"]
     trace(here / "t.parquet")
     found = json.loads(slipstream("jitter", "plan.json", "--lengths", "t.parquet", "--json").stdout)
@@ -96,3 +108,11 @@ def test_bad_traces_exit_2(here, given, says):
         assert result.exit_code == 2 and says in " ".join(result.stderr.split())
     (here / "t.parquet").write_bytes(b"none")
     assert slipstream("new", "--trace", "t.parquet").exit_code == 2
+
+
+@pytest.mark.parametrize("slow", [1.0, 2.4])
+def test_a_trace_has_its_slow_worker_found_within_five_iterations_and_no_other(here, slow):
+    trace(here / "t.parquet", slow=slow, steps=range(12))
+    found = found_slow(read_straggler_trace(here / "t.parquet"))
+    assert [str(one.worker) for one in found] == (["1.0"] if slow > 1 else [])
+    assert all(one.since + one.iterations <= 5 and one.factor == pytest.approx(slow, rel=0.15) for one in found)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 """The installed command."""
-SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "schedules/__init__.py", "planner/__init__.py")
+SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "slipstream/__init__.py", "cli/__init__.py")
 MODEL = """
 import helper
 from slipstream.runtime.model.layers.gpt import GPT
@@ -47,10 +47,10 @@ def slipstream(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("command", [
     [SLIPSTREAM, "train", "job.toml", "--method", "greedy"],
-    [sys.executable, "-m", "cli", "train", "job.toml", "--method", "greedy"],
+    [sys.executable, "-m", "slipstream", "train", "job.toml", "--method", "greedy"],
     [SLIPSTREAM, "table", "two.toml", "--max-failures", "1", "--method", "greedy", "--time-limit", "0.1", "--jobs", "1",
      "--out", "t"],
-], ids=["the fork server and its workers", "python -m cli", "the planner's processes"])
+], ids=["the fork server and its workers", "python -m slipstream", "the planner's processes"])
 def test_modules_there_are_not_imported(command, here):
     done = run(here, *command)
     assert done.returncode == 0, done.stderr
@@ -67,8 +67,8 @@ def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(
 
 @pytest.mark.parametrize(("name", "model", "clash"), [
     ("queue:model", MODEL, "queue"), ("msgspec:model", MODEL, "msgspec"),
-    ("own:model", "import colorsys\n" + MODEL, "colorsys"), ("own:model", "import runtime\n" + MODEL, "runtime"),
-    ("own:model", "from slipstream.runtime.speed import fast\n", "runtime")],
+    ("own:model", "import colorsys\n" + MODEL, "colorsys"), ("own:model", "import slipstream\n" + MODEL, "slipstream"),
+    ("own:model", "from slipstream.speed import fast\n", "slipstream")],
     ids=["named", "named, and loaded already", "imported", "imported, and ours", "imported, and not there in ours"])
 def test_two_modules_of_one_name_are_refused_with_both_files(name, model, clash, tmp_path):
     """By a command that is forked where torch is imported already."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import planner
+import slipstream.planner as planner
 from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-import slipstream.cli.plan
+import slipstream.cli.plan as plan_command
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
 from slipstream.planner.claims import proven_bound
@@ -164,8 +164,8 @@ def test_json_does_not_change_the_plan(tmp_path, monkeypatch):
         limits.append(options)
         raise typer.Exit(0)
 
-    monkeypatch.setattr(cli.plan, "make_plan", planned)
+    monkeypatch.setattr(plan_command, "make_plan", planned)
     for json in (False, True):
         with pytest.raises(typer.Exit):
-            cli.plan.plan(file, failed=["0.0"], json=json)
+            plan_command.plan(file, failed=["0.0"], json=json)
     assert limits[0] == limits[1]

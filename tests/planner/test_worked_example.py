@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import cli
+import slipstream.cli as cli
 from slipstream.planner.job.file import Job, parse_job, read_job
 from slipstream.planner.plan import Plan, plan_job
 from slipstream.schedules.schedule import Worker

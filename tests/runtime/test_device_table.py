@@ -33,7 +33,7 @@ def answer(*words):
 
 
 def start(words, *, stdout, stderr):
-    assert words[:3] == [sys.executable, "-m", "cli"] and stdout is stderr
+    assert words[:3] == [sys.executable, "-m", "slipstream"] and stdout is stderr
     return Launcher(f"{__name__}:settling_soon", *words[3:], log=stdout.name)
 
 

@@ -94,7 +94,7 @@ def test_a_program_does_not_wait_for_plans_that_nobody_needs_any_more():
     script = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-import slipstream.cli.app, cli.start
+from slipstream.cli import app as commands, start
 
 def app(prog_name):
     begun = threading.Event()
@@ -106,8 +106,8 @@ def app(prog_name):
     print("told", end="")
     sys.exit(143)
 
-cli.app.app = app
-cli.start.main()
+commands.app = app
+start.main()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert (ended.returncode, ended.stdout) == (143, "told"), ended.stderr

@@ -16,11 +16,11 @@ from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
@@ -60,8 +60,8 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
     config, schedule, (store, _) = tiny(), schedule_for(grid(1, 1, 2)), host_store()
     model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
     worker, placement = Worker(0, 0), Placement([0, model.layers])
-    communicator = Communicator(Membership(1, {worker: 0}, worker), {}, transport="gloo", device=model.device,
-                                store=store)
+    session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=model.device, store=store)
+    session.connect()
     holding = build_holding(model, range(model.layers), config.training)
     stuck, freed, mode = Event(), Event(), EvaluationMode()
 
@@ -70,10 +70,10 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
         assert freed.wait(TIMEOUT_SECONDS)
 
     evaluation = Evaluation(
-        schedule, communicator=communicator, steps=Steps(holding, config.training, layers=model.layers, share=None,
+        schedule, session=session, steps=Steps(holding, config.training, layers=model.layers, share=None,
                                                          speaks_for=range(model.layers), staggered=False),
         slices=Slices(holding, placement.slices(schedule, worker), model, loss_scale=0.5, config=config),
-        exchange=lambda one, iterations: Exchange(one, communicator, forms(model, config), iterations),
+        exchange=lambda one, iterations: Exchange(one, session, forms(model, config), iterations),
         feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
         mode=mode)
     modules = [one for module in holding.modules.values() for one in module.modules()]
@@ -86,7 +86,7 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
         modules[0].training = False  # another evaluation has begun
         freed.set()
         assert loss.result(TIMEOUT_SECONDS) > 0 and not modules[0].training
-    communicator.drop()
+    session.close()
 
 
 @pytest.mark.parametrize(("training", "said"), [

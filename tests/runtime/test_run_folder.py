@@ -142,7 +142,8 @@ def test_going_on_keeps_the_losses_and_drops_what_is_newer_only_when_told_to(for
 def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path):
     """Half a line that a kill has left is dropped, and no line before it."""
     (tmp_path / "losses.jsonl").write_text('{"iteration": 0, "loss": 5.0}\n{"iteration": 1, "loss": 4.0}\n{"itera')
-    script = ("import os, sys; from pathlib import Path; from slipstream.runtime.coordinator.loss_file import LossFile\n"
+    script = ("import os, sys; from pathlib import Path\n"
+              "from slipstream.runtime.coordinator.loss_file import LossFile\n"
               f"LossFile(Path({str(tmp_path / 'losses.jsonl')!r}), 2, None); os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
     assert committed(tmp_path) == [0, 1]

@@ -1,13 +1,13 @@
 """Imported once by the fork server of all launchers: what each of them would load to plan and to prepare a run."""
 
-import slipstream.cli.train
+from slipstream.cli import train
 from slipstream.planner.search.compiled import ready
 from slipstream.runtime.launch import RunOptions
 from slipstream.runtime.run_fit import prepare
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
 
-__all__ = ["cli"]
+__all__ = ["train"]
 
 ready()
 prepare(schedule_for(grid(1, 1, 1)), tiny(), RunOptions())

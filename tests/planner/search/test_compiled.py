@@ -14,6 +14,7 @@ from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 
 ROOT = Path(compiled.__file__).parents[2]
+"""Where the packages are that copies are made of."""
 LINE = "compiling the planner's inner loops"
 USE = """
 import os
@@ -48,7 +49,8 @@ OTHER = "random [999, 999, 999]"
 def copy_of_the_installation(folder: Path, *, with_code: bool) -> Path:
     ignored = ("library", *(() if with_code else ("__pycache__",)))
     for room in ("planner", "schedules"):
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns(*ignored))
+        shutil.copytree(ROOT / room, folder / "slipstream" / room, ignore=shutil.ignore_patterns(*ignored))
+    (folder / "slipstream" / "__init__.py").touch()
     return folder
 
 
@@ -57,7 +59,7 @@ def small_installation(folder: Path) -> Path:
 
     All of the kernel takes half a minute; `make` compiles that, and tests of plans use it.
     """
-    search = copy_of_the_installation(folder, with_code=False) / "planner" / "search"
+    search = copy_of_the_installation(folder, with_code=False) / "slipstream" / "planner" / "search"
     for entry in compiled.ENTRIES:
         module, _, name = entry.rpartition(".")
         (folder / f"{module.replace('.', '/')}.py").write_text(ENTRY.format(name=name))
@@ -87,7 +89,8 @@ def said(lines: list[str]) -> list[str]:
 def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_path):
     compiled.ready()
     copy_of_the_installation(tmp_path, with_code=True)
-    os.utime(tmp_path / "planner" / "search" / "kernel" / "annealing" / "loop.py")  # newer than its machine code
+    kernel = tmp_path / "slipstream" / "planner" / "search" / "kernel"
+    os.utime(kernel / "annealing" / "loop.py")  # newer than its machine code
     ask = "from slipstream.planner.search.compiled import is_compiled; print(is_compiled())"
     done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True, timeout=SECONDS, check=True)
@@ -101,18 +104,19 @@ def test_compiled_before_it_is_used_and_again_when_a_source_differs(tmp_path):
     assert answer(first) == answer(second) and OTHER not in first
     assert "children []" in first
     # Both entries are in other files: numba would take what it has kept of those.
-    source = tmp_path / "planner" / "search" / "kernel" / "annealing" / "random.py"
+    source = tmp_path / "slipstream" / "planner" / "search" / "kernel" / "annealing" / "random.py"
     code = source.read_text()
     source.write_text(code.replace("return np.int64(_bits(random) % np.uint64(bound))", "return bound - 1"))
     changed = run(tmp_path)
     assert len(said(changed)) == 1 and changed.count(OTHER) == 2
-    assert len(list((tmp_path / "planner").rglob("compiled-*"))) == 1
+    assert len(list((tmp_path / "slipstream" / "planner").rglob("compiled-*"))) == 1
 
 
 def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path):
     folder = small_installation(tmp_path / "installation")
     for kernel in ("kernel", "kernel/annealing"):
-        (folder / "planner" / "search" / kernel / "__pycache__").write_text("a file where numba wants a folder")
+        code = folder / "slipstream" / "planner" / "search" / kernel / "__pycache__"
+        code.write_text("a file where numba wants a folder")
     nowhere = str(tmp_path / "nowhere")
     Path(nowhere).write_text("neither is the user's folder one")
     lines = run(folder, HOME=nowhere, XDG_CACHE_HOME=nowhere)

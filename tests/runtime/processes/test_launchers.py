@@ -106,9 +106,9 @@ def test_a_process_that_launchers_told_nothing_of_takes_the_first_gpus():
 def test_torchrun_trains_as_one_process_does_also_when_a_worker_dies(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "cli",
-               "train", str(tmp_path / "job.toml"), "--out", str(out), "--method", "greedy", "--kill", "1.1@3",
-               "--heartbeat-timeout", "30"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+               "slipstream", "train", str(tmp_path / "job.toml"), "--out", str(out), "--method", "greedy", "--kill",
+               "1.1@3", "--heartbeat-timeout", "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path,
                           env=command_environment())
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ class Agents:
         port = free_port()
         for agent in range(count):
             self.log(agent).touch()  # each process opens its own, a moment after it is started
-        train = ["-m", "cli", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
+        train = ["-m", "slipstream", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
                  "greedy", "--coordinator-timeout", "240" if restarts else "2", *words]
         self.processes = [Launcher(
             f"{__name__}:torchrun", folder, "--nnodes", count, "--nproc-per-node", 1,

@@ -15,12 +15,12 @@ from slipstream.runtime.model.layers.layered_model import model_for, parameter_d
 from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.schedules.precedence import op_key, producers
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
@@ -35,17 +35,17 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     job, config, worker = grid(1, 1, 3), tiny(), Worker(0, 0)
     schedule = schedule_for(job, backward=backward)
     store, _ = host_store()
-    communicator = Communicator(Membership(1, {worker: 0}, worker), {(0, 4): [worker]}, transport="gloo", device=CPU,
-                                store=store)
+    session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=CPU, store=store)
+    session.connect({(0, 4): [worker]})
     model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
     placement = place(schedule.grid, model.layers)
     holding = build_holding(model, placement.held(schedule, worker), config.training)
     slices = Slices(holding, placement.slices(schedule, worker), model, loss_scale=1 / 3, config=config)
     recorder = Recorder(CPU, 0.0)
-    executor = Executor(schedule, slices=slices, communicator=communicator, recorder=recorder,
+    executor = Executor(schedule, slices=slices, session=session, recorder=recorder,
                         steps=Steps(holding, config.training, speaks_for=range(model.layers), layers=model.layers,
                                     share=None, staggered=True),
-                        exchange=Exchange(schedule, communicator,
+                        exchange=Exchange(schedule, session,
                                           [forms(model, config)[cut] for cut in placement.cuts], range(3)),
                         feed=partial(load_corpus(config).batch, batch=1, context=16))
     losses = []
@@ -56,7 +56,7 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
     assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in recorder.ops()] == program
     assert slices.runners[0].in_flight() == 0
-    communicator.drop()
+    session.close()
     del store
 
 
@@ -65,7 +65,7 @@ def test_an_executor_is_gone_with_its_last_reference():
     schedule = schedule_for(grid(1, 1, 3))
     one = SimpleNamespace(worker=Worker(0, 0), own_ranks=range(1))
     slices = SimpleNamespace(runners={0: None})
-    executor = Executor(schedule, slices=slices, steps=one, communicator=one, exchange=one, feed=one, recorder=one)
+    executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
     gc.disable()
     try:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.schedule import Worker
 
@@ -53,18 +53,14 @@ def test_who_waits_in_vain_is_told():
 def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off(monkeypatch):
     """A store that nobody can connect to: what meets there opens no connection to a store."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, workers, over, raised = HashStore(), [Worker(0, 0), Worker(1, 0)], threading.Event(), []
-    communicators = {}
-
-    def require():
-        if over.is_set():
-            raise CommunicationError("the order is over")
+    store, workers, raised = HashStore(), [Worker(0, 0), Worker(1, 0)], []
+    sessions = {}
 
     def meet(worker, number=1):
         membership = Membership(number, {one: rank for rank, one in enumerate(workers)}, worker)
         try:
-            communicators[worker] = Communicator(membership, {0: workers}, transport="gloo",
-                                                device=torch.device("cpu"), store=store, require=require)
+            sessions[worker] = Session(membership, links=Links("gloo"), device=torch.device("cpu"), store=store)
+            sessions[worker].connect({0: workers})
         except CommunicationError as error:
             raised.append(error)
 
@@ -73,13 +69,13 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert communicators.keys() == set(workers) and not raised
-    for communicator in communicators.values():
-        communicator.drop()
+    assert sessions.keys() == set(workers) and not raised
+    for session in sessions.values():
+        session.close()
     alone = threading.Thread(target=meet, args=(workers[0], 2))
     alone.start()
     time.sleep(0.05)
     assert alone.is_alive()
-    over.set()
+    sessions[workers[0]].abort()
     alone.join(20)
     assert not alone.is_alive() and "the order is over" in str(raised)

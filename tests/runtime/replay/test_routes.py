@@ -20,12 +20,12 @@ from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.holding import Holding, build_holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
-from slipstream.runtime.replay.communication import Communicator
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.recorder import Recorder
+from slipstream.runtime.replay.session import Links, Session
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
@@ -59,21 +59,20 @@ class Team:
         schedule, config, placement = self.schedule, self.config, self.placement
         training, watches = config.training, watches_gradients(config.training)
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
-        communicator = Communicator(Membership(self.number, ranks, worker),
-                                    placement.sharers(schedule, worker, sharing_of(self.model)),
-                                    transport="gloo", device=CPU, store=self.store, sums=watches)
+        session = Session(Membership(self.number, ranks, worker), links=Links("gloo"), device=CPU, store=self.store)
+        session.connect(placement.sharers(schedule, worker, sharing_of(self.model)), sums=watches)
         holding = build_holding(self.model, placement.held(schedule, worker), training)
         holding.reduce_by(placement.reduced(schedule, worker))
         slices = Slices(holding, placement.slices(schedule, worker), self.model,
                         loss_scale=1 / schedule.grid.total_microbatches, config=config)
         firsts = placement.first_holders(schedule)
         steps = Steps(holding, training, speaks_for=[layer for layer, first in firsts.items() if first == worker],
-                      layers=self.model.layers, share=communicator.sum_over_all if watches else None,
+                      layers=self.model.layers, share=session.sum_over_all if watches else None,
                       staggered=schedule.optimizer == "staggered")
         passed = forms(self.model, config)
-        exchange = Exchange(schedule, communicator, [passed[cut] for cut in placement.cuts], range(ITERATIONS))
+        exchange = Exchange(schedule, session, [passed[cut] for cut in placement.cuts], range(ITERATIONS))
         recorder = Recorder(CPU)
-        executor = Executor(schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
+        executor = Executor(schedule, slices=slices, steps=steps, session=session, exchange=exchange,
                             feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
                             recorder=recorder)
         losses = []
@@ -82,8 +81,8 @@ class Team:
             losses.append(executor.run(iteration))
         steps.validate()
         exchange.flush()
-        communicator.wait_for_all()
-        communicator.drop()
+        session.wait_for_all()
+        session.close()
         return losses, holding
 
 

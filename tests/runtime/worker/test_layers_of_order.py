@@ -16,14 +16,12 @@ from tests.runtime.worker.team import build
 ONE, OTHER = Worker(0, 0), Worker(1, 0)
 
 
-class Gone:
+def gone():
     """A member has died before all had their layers."""
-
-    def wait_for_all(self):
-        raise CommunicationError("closed")
+    raise CommunicationError("closed")
 
 
-def part_of(store, order):
+def part_of(store, order, wait_for_all=lambda: None):
     fetched = {layer: build(tiny().training, [layer]) for layer in (2,)}
     nothing = SimpleNamespace(begins=lambda _: None, doing=None)
     context = SimpleNamespace(
@@ -31,7 +29,7 @@ def part_of(store, order):
         layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: fetched),
         injector=SimpleNamespace(at=lambda *_: None))
     return SimpleNamespace(order=order, context=context, activity=nothing, worker=ONE,
-                           connections=SimpleNamespace(require=lambda: None))
+                           session=SimpleNamespace(require=lambda: None, wait_for_all=wait_for_all))
 
 
 def test_no_layer_is_dropped_before_all_have_theirs():
@@ -41,9 +39,9 @@ def test_no_layer_is_dropped_before_all_have_theirs():
     order = Train(number=2, first_iteration=1, moves=(LayerMove(OTHER, ONE, 0), LayerMove(ONE, OTHER, 2)), fetch=0,
                   addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")
     with pytest.raises(CommunicationError):
-        _move(part_of(store, order), frozenset({1, 2}), Gone())
+        _move(part_of(store, order, gone), frozenset({1, 2}))
     assert store.holding.modules.keys() == {0, 1, 2}
-    _move(part_of(store, order), frozenset({1, 2}), SimpleNamespace(wait_for_all=lambda: None))
+    _move(part_of(store, order), frozenset({1, 2}))
     assert store.holding.modules.keys() == {1, 2}
 
 

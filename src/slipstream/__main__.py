@@ -1,4 +1,4 @@
-"""`python -m cli` is `slipstream`, for launchers that start Python modules."""
+"""`python -m slipstream` is `slipstream`, for launchers that start Python modules."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,86 @@
+"""What it takes to deal an iteration's samples to a schedule, and what it brings.
+
+    python -m benchmarks.dealing [--grids 8x4x16 32x8x32] [--swaps 6000] [--iterations 5] [--json]
+
+Plans each grid by the list scheduler, all alive and with a worker dead, and deals samples of packed documents to it
+(log-normal lengths, sigma 1.5, half of F and of I by their squares). Times are of the processor, for an iteration; a
+dealer is made once a schedule. Exit status 1 where that takes more than 60 ms with up to 512 micro-batches, or 1 s.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.replay import sleeping_job
+from slipstream.planner.plan import plan_job
+from slipstream.schedules.dealing import Costs, Dealer, costs_of
+from slipstream.schedules.schedule import Schedule, Worker
+
+CONTEXT, SIGMA, ATTENTION = 32_768, 1.5, 0.5
+FEW, MOST_SECONDS_OF_FEW, MOST_SECONDS = 512, 0.06, 1.0
+
+
+def packed(samples: int, random: np.random.Generator) -> Costs:
+    """Costs [samples, 3] of samples of whole documents, filled one after the other."""
+    found: list[list[int]] = [[]]
+    while len(found) <= samples:
+        length = int(min(CONTEXT, max(16, random.lognormal(7, SIGMA))))
+        if sum(found[-1]) + length > CONTEXT:
+            found.append([])
+        found[-1].append(length)
+    return costs_of(found[:samples], ATTENTION)
+
+
+def measure(schedule: Schedule, swaps: int, iterations: int) -> dict[str, Any]:
+    """Seconds of the processor, and of an iteration."""
+    began = time.process_time()
+    dealer = Dealer(schedule)
+    made = time.process_time() - began
+    random = np.random.default_rng(0)
+    costs = [packed(dealer.samples, random) for _ in range(iterations)]
+    dealer.deal(costs[0], seed=0, swaps=1)  # compiled
+    began = time.process_time()
+    dealt = [dealer.deal(one, seed=number, swaps=swaps).sample for number, one in enumerate(costs)]
+    took = (time.process_time() - began) / iterations
+    even = [dealer.deal(one, seed=0, swaps=1).sample for one in costs]
+    own = [np.arange(dealer.samples)] * iterations
+    return {"samples": dealer.samples, "swaps": dealer.swaps(swaps), "made_seconds": made, "dealt_seconds": took,
+            "equal": schedule.seconds(schedule.period_ticks),
+            **{name: float(dealer.seconds(costs, one).mean())
+               for name, one in (("as_they_come", own), ("even_totals", even), ("dealt", dealt))}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", nargs="+", default=["8x4x16", "32x8x32"], help="pipelines x stages x micro-batches")
+    parser.add_argument("--swaps", type=int, default=6000)
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for grid in options.grids:
+        job = sleeping_job(*map(int, grid.split("x")), 0.02)
+        for failed in ((), (Worker(1, 1),)):
+            schedule = plan_job(job, failed, method="greedy").schedule
+            rows.append({"grid": grid, "dead": len(failed), **measure(schedule, options.swaps, options.iterations)})
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        table = Table("grid", "dead", "swaps", "made, ms", "dealt, ms", "equal, s", "as they come", "even", "dealt")
+        for row in rows:
+            table.add_row(row["grid"], str(row["dead"]), f"{row['swaps']:,}", f"{row['made_seconds'] * 1e3:.0f}",
+                          f"{row['dealt_seconds'] * 1e3:.1f}", *(f"{row[name]:.3f}" for name in (
+                              "equal", "as_they_come", "even_totals", "dealt")))
+        Console().print(table)
+    sys.exit(any(row["dealt_seconds"] > (MOST_SECONDS_OF_FEW if row["samples"] <= FEW else MOST_SECONDS)
+                 for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Plans and runs pipeline-parallel training that keeps its speed when workers die.
+
+    job = slipstream.load("job.toml")
+    plan = slipstream.plan(job, failed=["2.1"])
+    slipstream.check(plan.schedule)                     # the rules that it breaks: none
+    slipstream.train(job, out="runs/job", schedule=plan.schedule)
+
+The names in `__all__` are public: they change only with a line in CHANGELOG.md. Everything else is internal, but for what
+`slipstream.runtime.api` offers to programs that bring their own model, data or optimizer. A name is imported when it is
+first asked for: planning does not import torch, and training does not wait for the solver.
+"""
+
+import importlib
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from slipstream.cli.fleet import AvailabilityTrace, Comparison
+    from slipstream.planner.job.file import Job as Job
+    from slipstream.planner.job.file import JobError as JobError
+    from slipstream.planner.model.problem import NoPlanError as NoPlanError
+    from slipstream.planner.options import PlanOptions as PlanOptions
+    from slipstream.planner.plan import Plan as Plan
+    from slipstream.runtime.run_options import Resilience as Resilience
+    from slipstream.runtime.run_options import RunOptions as RunOptions
+    from slipstream.runtime.run_result import RunResult as RunResult
+    from slipstream.schedules.check import check as check
+    from slipstream.schedules.schedule import Schedule as Schedule
+    from slipstream.schedules.schedule import Worker as Worker
+    from slipstream.schedules.tables.table import Table as Table
+
+__all__ = [
+    "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule", "Table",
+    "Worker", "check", "load", "plan", "read", "simulate", "train", "write",
+]
+
+_HOMES = {
+    "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
+    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
+    "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
+    "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
+}
+"""Public names that live elsewhere, and the module of each."""
+
+Workers: TypeAlias = "Iterable[str | Worker]"
+"""Workers as "PIPELINE.STAGE", both counted from 0, or as `Worker`."""
+
+
+def load(path: str | PathLike[str]) -> "Job":
+    """Read a job file (TOML; docs/configuration.md has its keys). Raises JobError, in one line."""
+    from slipstream.planner.job.file import read_job
+
+    return read_job(Path(path))
+
+
+def plan(job: "Job", failed: Workers = (), options: "PlanOptions | None" = None) -> "Plan":
+    """Plan one iteration of a job while workers are down; `Plan.schedule` is what the runtime replays.
+
+    Without `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a worker
+    that the job does not have, ValueError for a text that is no worker, and NoPlanError where no schedule can exist.
+    """
+    from slipstream.planner.options import PlanOptions
+    from slipstream.planner.plan import plan_with
+
+    return plan_with(options or PlanOptions(), job, _workers(failed))
+
+
+def read(path: str | PathLike[str]) -> "Schedule":
+    """Read a schedule file, and check its form; `check` has the rules. Raises ScheduleError, a ValueError, in one line."""
+    from slipstream.schedules.codec import read as read_schedule
+
+    return read_schedule(Path(path))
+
+
+def write(schedule: "Schedule", path: str | PathLike[str]) -> None:
+    """Write a schedule file, as a whole or not at all. Raises OSError."""
+    from slipstream.schedules.codec import write as write_schedule
+
+    write_schedule(schedule, Path(path))
+
+
+def train(job: "Job", *, out: str | PathLike[str], schedule: "Schedule | None" = None, table: "Table | None" = None,
+          iterations: int | None = None, resilience: "Resilience | None" = None,
+          options: "RunOptions | None" = None) -> "RunResult":
+    """Train the job's [model] on this machine, a process for each worker, and go on when workers die.
+
+    `schedule`: the first one; None: it is planned with all workers alive. `table`: schedules for failures; those that it
+    lacks are planned when they are needed. `iterations`: in place of the job's. `resilience` and `options` say the rest;
+    where `resilience` is given, nothing of it is filled in. A program that calls this is started by
+    `if __name__ == "__main__":`, as the processes import it.
+
+    Raises what `slipstream.runtime.launch.run` raises; KeyboardInterrupt ends the run with a checkpoint.
+    """
+    from slipstream.planner.failures import FailurePlanner
+    from slipstream.runtime.config import parse_run_config
+    from slipstream.runtime.launch import run
+    from slipstream.runtime.run_options import Resilience, RunOptions
+
+    config = parse_run_config(job.model, job.training)
+    first = plan(job).schedule if schedule is None else schedule
+    if resilience is None:
+        planner = FailurePlanner(job, first, table)
+        resilience = Resilience(scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner)
+    return run(first, config, out=Path(out), iterations=iterations, resilience=resilience,
+               options=options or RunOptions(topology=job.nodes))
+
+
+def simulate(job: "Job", trace: "str | PathLike[str] | AvailabilityTrace", policies: Iterable[str] | None = None, *,
+             parameters: float = 6.7e9, samples_per_microbatch: float = 1.0, seed: int = 0) -> "Comparison":
+    """What policies (None: all) make of a trace of failures: samples a second, and lost seconds by cause.
+
+    `trace`: a file in one of the formats of docs/simulation.md, or what `slipstream.cli.fleet.draw_trace` has drawn.
+    `parameters` of the model: published costs of restarts depend on it. `seed`: which machines of the trace are the
+    job's. Raises NoPlanError where no schedule can run the job, KeyError for a policy that is not known, and
+    TraceFileError, in one line.
+    """
+    from slipstream.cli.fleet import (
+        POLICIES,
+        AvailabilityTrace,
+        Throughputs,
+        compare,
+        costs_for,
+        fit_to_job,
+        read_availability_trace,
+    )
+
+    kinds = [POLICIES[name] for name in policies or POLICIES]
+    read_trace = trace if isinstance(trace, AvailabilityTrace) else read_availability_trace(Path(trace), seed, job.ranks)
+    nodes = [tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes]
+    return compare(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
+                   fit_to_job(read_trace, job.pipelines * job.stages, seed, nodes))
+
+
+def _workers(names: Workers) -> "tuple[Worker, ...]":
+    """Sorted, each once."""
+    from slipstream.schedules.schedule import Worker
+
+    return tuple(sorted({Worker.parse(name) if isinstance(name, str) else name for name in names}))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

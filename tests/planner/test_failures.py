@@ -1,0 +1,35 @@
+"""What a run asks for when workers fail."""
+
+import msgspec
+import pytest
+
+from slipstream.planner import failures as failures_module
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.repetition import TooLargeError
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
+from tests.jobs import grid
+
+JOB = grid(3, 2, 2)
+FIRST = plan_only(PlanOptions(method="greedy", time_limit=0.1), JOB, ()).schedule
+
+
+@pytest.mark.parametrize("enough", [1.0, 1e9])
+def test_a_job_too_large_to_be_planned_at_once_has_more_time(monkeypatch, enough):
+    """Where that is too little, too, there is no plan; the run asks for others then."""
+    def plan(options, job, down):
+        if options.time_limit < enough:
+            raise TooLargeError("too large")
+        return plan_only(msgspec.structs.replace(options, time_limit=0.1), job, down)
+
+    asked, failures = (Worker(1, 1),), FailurePlanner(JOB, FIRST)
+    monkeypatch.setattr(failures_module, "plan_only", plan)
+    if enough > 1.0:
+        with pytest.raises(NoPlanError, match="too large"):
+            failures.after(asked)
+    else:
+        schedule = failures.after(asked)
+        assert schedule.failed == asked and not check(schedule)

@@ -1,0 +1,80 @@
+"""`import slipstream`: the public names do what they say, and importing them costs no more than is asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import slipstream
+from tests.patience import SECONDS
+
+JOB = """
+pipelines = 2
+stages = 2
+microbatches = 2
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+[model]
+blocks = 2
+width = 16
+heads = 2
+context = 16
+[training]
+batch = 1
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    return slipstream.load(tmp_path / "job.toml")
+
+
+def test_a_job_is_planned_checked_written_and_read(job, tmp_path):
+    plan = slipstream.plan(job, failed=["1.0"], options=slipstream.PlanOptions(steps=1000))
+    assert plan.schedule.failed == (slipstream.Worker(1, 0),)
+    assert slipstream.check(plan.schedule) == []
+    slipstream.write(plan.schedule, str(tmp_path / "plan.json"))
+    assert slipstream.read(tmp_path / "plan.json") == plan.schedule
+
+
+@pytest.mark.parametrize(("failed", "error"), [(["2.0"], slipstream.JobError), (["two"], ValueError),
+                                               (["0.0", "1.0"], slipstream.NoPlanError)])
+def test_what_cannot_be_planned(failed, error, job):
+    with pytest.raises(error):
+        slipstream.plan(job, failed)
+
+
+def test_a_job_is_trained_by_the_schedule_that_is_given(job, tmp_path):
+    first = slipstream.plan(job, failed=["1.0"], options=slipstream.PlanOptions(steps=1000)).schedule
+    result = slipstream.train(job, out=tmp_path / "run", schedule=first, iterations=3)
+    assert len(result.losses) == 3
+    assert slipstream.read(tmp_path / "run" / "schedule.json") == first
+
+
+def test_policies_are_simulated_over_a_trace(job, tmp_path):
+    (tmp_path / "trace.csv").write_text("0,add,a\n0,add,b\n0,add,c\n0,add,d\n"
+                                        "3600000,remove,a\n7200000,add,a\n9000000,remove,b\n")
+    made = slipstream.simulate(job, tmp_path / "trace.csv", ["slipstream", "checkpoint-restart"])
+    rates = made.throughputs()
+    assert set(rates) == {"slipstream", "checkpoint-restart"} and rates["slipstream"] > rates["checkpoint-restart"] > 0
+
+
+@pytest.mark.parametrize("name", slipstream.__all__)
+def test_public_names_are_documented(name):
+    assert getattr(slipstream, name).__doc__ and name in dir(slipstream)
+
+
+def test_what_is_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'zebra'"):
+        slipstream.zebra  # noqa: B018
+
+
+def test_importing_the_door_imports_neither_torch_nor_the_solver():
+    code = ("import sys, slipstream; slipstream.Worker, slipstream.check; "
+            "print([name for name in ('torch', 'ortools', 'numba') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "[]\n"
