@@ -18,6 +18,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import difference, identity
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.compiling import COMPILED
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.worker_group import standing_in
@@ -391,3 +392,29 @@ def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
         "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
     identity("large.json", vocab_size=300)
     assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_layers_give_the_gradients_of_others(kind, pretrained):
+    """Split into I and W, of two layers, the second of which is not compiled anew."""
+    folder, found = pretrained(kind), []
+    tokens, targets = load_corpus(configured(folder)).batch(Microbatch(0, 0, 0), 1, 16)
+    for compiled in (False, True):
+        config = configured(folder, compile=compiled)
+        model = model_for(config.model, 0, torch.float64, CPU)
+        holding = build_holding(model, range(model.layers), config.training)
+        runner = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
+        runner.forward(Microbatch(0, 0, 0), tokens, targets, (tokens, targets), split=True)
+        runner.backward_input(Microbatch(0, 0, 0), None)
+        runner.backward_weight(Microbatch(0, 0, 0))
+        found.append([runner.take_loss(), *(one.grad.clone() for one in holding.parameters().values())])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_other_kinds_are_not_compiled(kind, pretrained):
+    config = configured(pretrained(kind), compile=True)
+    with pytest.raises(ConfigError, match=rf"^training\.compile is true, and model\.hugging_face names a {kind}"):
+        forms(model_for(config.model, 0, torch.float64, CPU), config)

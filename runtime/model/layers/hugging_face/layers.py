@@ -65,6 +65,11 @@ class DecoderLayer(nn.Module):
         self._mask = create_sliding_window_causal_mask if _slides(config, index) else create_causal_mask
         self._balances = bool(getattr(config, "output_router_logits", False))
 
+    @property
+    def compiled_part(self) -> nn.Module:
+        """What `runtime.model.layers.compiling` compiles: positions and masks are made outside."""
+        return self.layer
+
     def forward(self, given: Tensor | Routed, batch: Batch) -> Tensor | Routed:
         """Features, with what routers have done, to the same."""
         features = given if isinstance(given, Tensor) else given[0]
