@@ -123,7 +123,7 @@ def main() -> None:
         except LookupError as error:
             console.print(f"{instance.name}: no layout: {error}", highlight=False)
             continue
-        row = {"load": min(loads.values()), "bound": period_bound(given) / bound, **loads}
+        row = {"load": min(loads.values()), "bound": period_bound(given).ticks / bound, **loads}
         if not options.loads:
             row["period"] = _planned(instance, options.time_limit) / (bound * tick_of_layers(instance.job))
         rows[instance.name] = row

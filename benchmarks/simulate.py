@@ -12,6 +12,7 @@ import argparse
 import json
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -44,10 +45,14 @@ def large(gpus: int, gpus_per_worker: int, days: float) -> dict[str, object]:
     began, used = time.perf_counter(), time.process_time()
     trace = group_gpus(draw_trace(FAILURE_MODELS["llama-3"], gpus, days), gpus_per_worker)
     drawn = time.perf_counter() - began
-    result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
+    ends = [time.process_time()]
+    result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace,
+                     lambda _done, _total: ends.append(time.process_time()))
     return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,
             "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
             "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "cpu s by policy": {name: end - begin for name, (begin, end) in zip(result.runs, pairwise(ends),
+                                                                                strict=True)},
             "throughput over fault-free": {name: run.throughput / result.best_rate
                                            for name, run in result.runs.items()}}
 
@@ -97,6 +102,11 @@ def main() -> None:
     for study in studies:
         grid.add_row(str(study["study"]), *(f"{study[key]:.2f}" for key in ("drawing s", "seconds", "cpu s")))
     Console().print(grid)
+    for study in studies:
+        by_policy = study.get("cpu s by policy")
+        if isinstance(by_policy, dict):
+            print(f"{study['study']}, {study['peak MB']:.0f} MB; of a core:",
+                  ", ".join(f"{name} {seconds:.1f}" for name, seconds in by_policy.items()))
     if options.json:
         options.json.write_text(json.dumps(studies, indent=1) + "\n")
 

@@ -8,14 +8,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.runtime.api import ModelConfig, TrainingConfig, derive_seed, seeded, weight_work
+from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, TrainingConfig, derive_seed, seeded, weight_work
+from slipstream.runtime.torch_private import FakeTensor
+from slipstream.schedules.dealing import Costs
 
 _SECONDS = "SLEEPING_SECONDS"
 _FROZEN = "SLEEPING_FROZEN_BYTES"
@@ -76,6 +80,7 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: nn.Parameter, seconds: Mapping[str, float]) -> Tensor:
+        """`seconds`: of this sample."""
         with _lasting(seconds["F"]):
             ctx.save_for_backward(value)
             ctx.weight, ctx.seconds, ctx.work = weight, seconds, weight_work()
@@ -99,6 +104,37 @@ class _Sleep(torch.autograd.Function):
         return result, None, None
 
 
+class Unequal(NamedTuple):
+    """A micro-batch whose ops take so many times as long as usual: `times` is [3], of F, I and W."""
+
+    tokens: Tensor
+    targets: Tensor
+    times: Tensor
+
+
+class UnequalData:
+    """Samples whose ops take different times, and that know them: log-normal, by [training.options] `spread`."""
+
+    digest = "unequal"
+
+    def __init__(self, config: RunConfig) -> None:
+        self._seed, options = config.training.seed, config.training.options
+        self._first = list(accumulate(options["microbatches"], initial=0))
+        self._spread = float(options["spread"])
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> Unequal:
+        """Tokens are of no matter."""
+        number = self._first[microbatch.pipeline] + microbatch.index
+        tokens = torch.full((batch, context), number)
+        return Unequal(tokens, tokens, torch.from_numpy(self.costs(microbatch.iteration)[number]))
+
+    def costs(self, iteration: int) -> Costs:
+        """[samples, 3]"""
+        random = np.random.default_rng(derive_seed("unequal", self._seed, iteration))
+        found = random.lognormal(0, self._spread, self._first[-1])
+        return np.repeat((found / found.mean())[:, None], 3, axis=1)
+
+
 class Sleeper(nn.Module):
     """A layer that takes its time. Features [B, T, C] to features [B, T, C]; the first one takes tokens [B, T]."""
 
@@ -110,10 +146,13 @@ class Sleeper(nn.Module):
         self.seconds = _seconds()
         _wake_in_time()
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Tensor, batch: tuple[Tensor, ...] | None = None) -> Tensor:
         if self.takes_tokens:
             value = functional.one_hot(value % len(self.weight), len(self.weight)).to(self.weight.dtype)
-        result: Tensor = _Sleep.apply(value, self.weight, self.seconds)
+        seconds, times = self.seconds, getattr(batch, "times", None)
+        if times is not None and not isinstance(times, FakeTensor):
+            seconds = {kind: self.seconds[kind] * factor for kind, factor in zip("FIW", times.tolist(), strict=True)}
+        result: Tensor = _Sleep.apply(value, self.weight, seconds)
         return result
 
 

@@ -10,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
 from slipstream.cli.drawing.benchmark_page import HEAD, benchmark_page, shown, summary, table_rows
+from slipstream.cli.drawing.benchmark_text import COLUMNS, benchmark_markdown
 from slipstream.cli.fleet import (
     CASES,
     GROUP,
@@ -46,22 +47,20 @@ Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=RUN, metavar="N",
 Processes = Annotated[int, typer.Option("--processes", rich_help_panel=RUN, metavar="N", min=1, max=256, help=(
     "Simulate so many seeds at a time."))]
 Folder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="DIR", help=(
-    "Where benchmark.json and benchmark.html go."))]
-PRINTED = (0, 1, 2, 5)
-"""Columns of the page's table that the terminal has room for."""
+    "Where benchmark.json, .html and .md go."))]
 
 
 def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None, seeds: Seeds = 5,
               processes: Processes = 2, folder: Folder = Path("benchmark"), json: Json = False) -> None:
     """Simulate all policies, and systems of others, on a versioned set of jobs and failures, with fixed seeds.
 
-    Writes one page and one JSON file. What each policy is taken from, and how far it is from its published figures, is
-    part of both.
+    Writes one page, its tables in Markdown, and one JSON file. What each policy is taken from, and how far it is from
+    its published figures, is part of them.
     """
     names = _known(case, CASES, "--case")
     chosen = _known(policy, POLICIES, "--policy") if policy else []
     entries = [_entry(name) for name in entry or ()]
-    for name in ("benchmark.json", "benchmark.html"):
+    for name in ("benchmark.json", "benchmark.html", "benchmark.md"):
         require_writable(folder / name)
     compile_planner()
     results: list[CaseResult] = []
@@ -84,6 +83,7 @@ def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None
     report = _report(results, near_published, back, seeds)
     write_or_refuse(folder / "benchmark.json", f"{jsonlib.dumps(report, indent=1)}\n".encode())
     write_or_refuse(folder / "benchmark.html", benchmark_page(results, near_published, back, seeds))
+    write_or_refuse(folder / "benchmark.md", benchmark_markdown(results, near_published, back).encode())
     if json:
         print_json(report)
     else:
@@ -126,9 +126,9 @@ def _report(results: list[CaseResult], near_published: list[Fidelity], back: lis
 def _print(results: list[CaseResult], near_published: list[Fidelity], back: list[Returned]) -> None:
     for result in results:
         out.print(f"{result.case.name}: {result.case.title}", style="bold", soft_wrap=True)
-        grid = Grid(*(HEAD[column] for column in PRINTED), box=None, header_style="bold")
+        grid = Grid(*(HEAD[column] for column in COLUMNS), box=None, header_style="bold")
         for is_reference, cells in table_rows(result):
-            grid.add_row(*(cells[column] for column in PRINTED), style="dim" if is_reference else None)
+            grid.add_row(*(cells[column] for column in COLUMNS), style="dim" if is_reference else None)
         out.print(grid)
     out.print(summary(results), soft_wrap=True)
     for one in near_published:

@@ -34,10 +34,11 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
         schedule = read_schedule_or_refuse(file)
         violations = violations_of(schedule)
         answers += [_violation_report(violation, schedule, file) for violation in violations]
-        proven = proven_bound(schedule) if bound and not violations else None
+        proven = proven_bound(schedule).ticks if bound and not violations else None
         if proven is not None:
-            bounds.append({"file": str(file), "claimed": schedule.seconds(schedule.lower_bound_ticks),
-                           "proven": schedule.seconds(proven), "verified": proven >= schedule.lower_bound_ticks})
+            claimed = schedule.lower_bound_ticks
+            bounds.append({"file": str(file), "scope": schedule.scope, "claimed": schedule.seconds(claimed),
+                           "proven": schedule.seconds(proven), "verified": proven >= claimed})
         if not json:
             _print(file, schedule, violations, proven)
     if json:
@@ -50,12 +51,12 @@ def _bound(schedule: Schedule, proven: int | None) -> str:
     """What is known of the bound that the file states."""
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if proven is None:
-        claim = f"optimal (bound {claimed})" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above " \
-            f"the best possible (bound {claimed})"
-        return f"it claims to be {claim}; --bound verifies that"
+        claim = "optimal" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above the best possible"
+        return f"it claims to be {claim} {schedule.scope.words} (bound {claimed}); --bound verifies that"
     if proven < schedule.lower_bound_ticks:
         return f"its bound, {claimed}, is not proven here: {duration(schedule.seconds(proven))} is"
-    return f"its bound, {claimed}, is proven" + (": it is optimal" if schedule.status == "optimal" else "")
+    return f"its bound, {claimed} {schedule.scope.words}, is proven" + (
+        ": it is optimal" if schedule.status == "optimal" else "")
 
 
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """`slipstream demo`: plans the published example and trains a small model, in a few minutes."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from slipstream.runtime.run_folder import FolderError
 from slipstream.runtime.tools.reference import reference_run
 from slipstream.schedules.schedule import Schedule, Worker
 
-JOBS = Path(__file__).parent / "jobs"
+JOBS = Path(__file__).resolve().parent / "jobs"
 DEAD = Worker(1, 2)
 """The worker that the published example loses."""
 ABSENT = Worker(1, 1)
@@ -54,7 +55,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     ideas = _plan_worked_example()
     answer = _train(out_dir, short)
     out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
-              f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", soft_wrap=True)
+              f"{os.path.relpath(JOBS / 'worked-example.toml')} --failed 1.2 --failed 2.0", soft_wrap=True)
     if json:
         print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 

@@ -71,6 +71,10 @@ Transfer = Annotated[float | None, typer.Option("--transfer", rich_help_panel=OF
                                                 metavar="SEC", min=0.0, max=3600.0, help=(
     "With --trace: seconds that one activation takes from worker to worker, which Chrome traces do not tell. Default: "
     "what a .parquet file says, else 0."))]
+StageLayers = Annotated[int | None, typer.Option("--stage-layers", rich_help_panel=OF_TRACE,
+                                                 metavar="N", min=1, max=10_000, help=(
+    "Layers of each stage, which take its time evenly: what `plan --layers move` can divide anew. Traces do not tell "
+    "them."))]
 Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
 OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
@@ -78,7 +82,7 @@ Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Ov
 
 _OF_ALL = {"out_file", "force", "json"}
 """Options of all three ways to begin."""
-_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "name"}
+_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "name"}
 """Options for a job from a trace."""
 
 
@@ -87,7 +91,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
         peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
         shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
-        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None, name: Name = None,
+        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None,
+        stage_layers: StageLayers = None, name: Name = None,
         out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
@@ -110,7 +115,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
                        shard_optimizer=shard_optimizer)
     elif way == "trace":
         files = trace or [_ask("Which trace file?", None, Path)]
-        text = _from_trace(files, pattern, name, pipelines, microbatches, transfer)
+        text = _from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
     else:
         shape = ModelShape(
             layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
@@ -135,7 +140,7 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
         if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
             continue
         used = {"preset": name in {"preset_name", "shard_optimizer"}, "trace": name in _OF_TRACES,
-                "model": name not in {"preset_name", "trace", "pattern", "transfer"}}
+                "model": name not in {"preset_name", "trace", "pattern", "transfer", "stage_layers"}}
         if not used[way]:
             refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
                    + (", and edit the file that is written" if way == "preset" else ""))
@@ -164,12 +169,12 @@ def _preset(name: str, *, shard_optimizer: bool) -> str:
 
 
 def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,
-                microbatches: int | None, transfer: float | None) -> str:
+                microbatches: int | None, transfer: float | None, stage_layers: int | None) -> str:
     source = ", ".join(map(str, files))
     if any(file.suffix == SUFFIX for file in files):
         if len(files) > 1 or pattern is not None:
             refuse(f"{source}: a {SUFFIX} file has all workers and known names; give it alone, without --pattern")
-        return _from_parquet(files[0], name, transfer)
+        return _from_parquet(files[0], name, transfer, stage_layers)
     try:
         times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
     except ProfilerTraceError as error:
@@ -182,10 +187,15 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
     if not transfer:
         remarks.append("transfer: put in what one activation takes from worker to worker.")
-    return job_text(tables, {"": [f"Stage times from {source}."], "time": remarks})
+    return job_text(_layers(tables, stage_layers), {"": [f"Stage times from {source}."], "time": remarks})
 
 
-def _from_parquet(file: Path, name: str | None, transfer: float | None) -> str:
+def _layers(tables: dict[str, Any], each: int | None) -> dict[str, Any]:
+    """The tables, with so many layers in each stage."""
+    return tables if each is None else {**tables, "placement": {"layers": [each] * tables["stages"]}}
+
+
+def _from_parquet(file: Path, name: str | None, transfer: float | None, stage_layers: int | None) -> str:
     try:
         trace = read_straggler_trace(file)
     except ProfilerTraceError as error:
@@ -204,7 +214,7 @@ def _from_parquet(file: Path, name: str | None, transfer: float | None) -> str:
                f"Iterations took {trace.measured.mean():.4g} s on average."]
     if slow := trace.slow():
         tables["time"]["slow"] = slow
-    return job_text(tables, {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
+    return job_text(_layers(tables, stage_layers), {"": [f"Measured: StragglerAnalysis, {file}."], "time": remarks})
 
 
 def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:

@@ -1,5 +1,6 @@
 """`slipstream profile`: measures a model's stages on this machine, and writes the job file."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from slipstream.cli.shared.interrupts import importing
 from slipstream.planner.job.file import Job, placement_table
 from slipstream.planner.job.topology import topology_table
 from slipstream.planner.job.writer import job_text, rounded
+from slipstream.schedules.dealing import Fit, fit
 
 if TYPE_CHECKING:
     from slipstream.runtime.tools.profile import Profile
@@ -64,7 +66,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         with err.status("measuring"), ForkServer() as fork_server:
             measured, by_layer = (
                 measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds, fork_server=fork_server,
-                        workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches))
+                        workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches),
+                        by_lengths=parts is not ranges and config.training.document_end is not None)
                 for parts in (ranges, [(layer, layer + 1) for layer in range(layers)]))
     except (ConfigError, ProfileError) as error:
         refuse(f"{job}: {error}")
@@ -75,6 +78,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     tables = job_tables(wanted, measured)
     tables["placement"] = {**tables.get("placement", {}), "layers": [end - begin for begin, end in ranges]}
     tables["layers"] = layer_table(by_layer, ranges[0][1])
+    if config.training.document_end is not None:
+        tables["training"]["length_costs"] = length_costs(by_layer)
     text = job_text(tables, comments(wanted, measured))
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
@@ -83,6 +88,9 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     elif out_file is None:
         out.print(text, soft_wrap=True, end="")
     else:
+        if config.training.document_end is not None:
+            out.print("layers' times fitted by tokens and squares of documents' lengths to "
+                      f"{tables['training']['length_costs']['error']:.1%}", soft_wrap=True)
         out.print(f"{len(ranges)} stages measured; longest forward "
                   f"{duration(max(tables['time']['forward']))}; written to {out_file}", soft_wrap=True)
 
@@ -134,6 +142,23 @@ def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
     return {**{name: rounded([getattr(layer, name) for layer in layers])
                for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
             **_sizes(layers)}
+
+
+def length_costs(measured: "Profile") -> dict[str, Any]:
+    """The `[training.length_costs]` table: fits to what layers took with documents of other lengths."""
+    table: dict[str, Any] = {}
+    errors = []
+    for column, name in enumerate(("forward", "backward_input", "backward_weight"), 2):
+        table[name] = []
+        for layer in measured.stages:
+            rows = [row for row in layer.by_lengths if row[column] > 0]
+            found = fit([row[0] for row in rows], [row[1] for row in rows], [row[column] for row in rows]) \
+                if rows else Fit((0.0, 0.0, 0.0), 0.0)
+            table[name].append([float(f"{one:.4g}") for one in found.coefficients])
+            errors.append((sum(row[column] for row in rows), found.error))
+    # Ops that take no time to speak of are measured badly, and do not matter.
+    weight = sum(one for one, _ in errors) or 1.0
+    return {**table, "error": float(f"{math.sqrt(sum(one * error**2 for one, error in errors) / weight):.3g}")}
 
 
 def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:

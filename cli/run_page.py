@@ -5,6 +5,8 @@ are in the page, too.
 """
 
 import os
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from html import escape
@@ -20,13 +22,15 @@ from slipstream.runtime.events import Failed, Resumed
 from slipstream.runtime.run_record import Happened, RunRecord, Stretch
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import ScheduleError, read
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.measured_trace import MeasuredOp, MeasuredTraceError, read_measured_trace
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule
 
 SIGNS: dict[Group, tuple[str, str]] = {
     "failure": ("✕", "failure"), "order": ("▲", "schedule"), "join": ("●", "worker joins"),
     "slow": ("▼", "slow worker"), "layers": ("◆", "layers move"), "checkpoint": ("■", "checkpoint"),
     "other": ("•", "other"),
 }
+TRACE = "trace.json"
 MOST_EVENTS = 3000
 """On the page. Of more, whole groups are left out, the last ones of `_LEAST` first."""
 _LEAST: tuple[Group, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
@@ -47,7 +51,8 @@ def run_page(run: RunRecord, page: Path) -> bytes:
     }
     parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),
              "MARKS": _marks(run, events), "CHARTS": charts(run, found), "TICKS": _ticks(run),
-             "NOTES": _notes(found, left_out), "ORDERS": _orders(run, page), "EVENTS": _events(events)}
+             "NOTES": _notes(found, left_out), "ORDERS": _orders(run, page), "OPS": _ops(run),
+             "EVENTS": _events(events)}
     return filled("run.html", title=title, styles=("theme.css", "run.css"), scripts=("run.js",), data=as_data(data),
                   parts=parts).encode()
 
@@ -95,6 +100,7 @@ def _cards(run: RunRecord) -> str:
         "time": clock(run.seconds) + (f", {len(run.starts)} starts" if len(run.starts) > 1 else ""),
         "samples/s": "" if mean is None else f"{mean:.4g}", "workers": str(newest.workers),
         "failures": str(sum(isinstance(one.event, Failed) for one in run.events)),
+        "samples' costs known to": "" if run.cost_error is None else f"{run.cost_error:.0%}",
         "longest pause": duration(max(pauses)) if pauses else "",
     }
     return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items() if value)
@@ -146,6 +152,47 @@ def _orders(run: RunRecord, page: Path) -> str:
         f"<td>{percent(one.planned_share)}</td><td>{percent(run.measured_share(one))}</td>"
         f"<td>{'' if (speed := rate(run, one)) is None else f'{speed:.4g}'}</td>"
         f'<td class="word">{_link(run, one, page)}</td></tr>' for one in run.stretches)
+
+
+def _ops(run: RunRecord) -> str:
+    """A table of the ops of the last order that were traced, by kind and layers: as planned, and as measured."""
+    stretch = run.stretches[-1] if run.stretches else None
+    try:
+        trace = read_measured_trace(run.folder / TRACE)
+        schedule = None if stretch is None else read(schedule_file(run, stretch))
+    except (MeasuredTraceError, ScheduleError):
+        return ""
+    if stretch is None or schedule is None:
+        return ""
+    planned, measured = defaultdict[tuple[OpKind, int], list[float]](list), defaultdict[
+        tuple[OpKind, int], list[float]](list)
+    for iteration in trace.iterations:
+        for op in iteration.ops if iteration.iteration >= stretch.order.iteration else ():
+            if op.kind in COMPUTE_KINDS and op.slice is not None and op.slice < len(schedule.layers_by_slice):
+                planned[op.kind, op.slice].append(_planned(schedule, op))
+                measured[op.kind, op.slice].append(op.end_seconds - op.start_seconds)
+    rows = "".join(_op_row(schedule, kind, slice_, planned[kind, slice_], measured[kind, slice_])
+                   for kind, slice_ in sorted(measured, key=lambda key: (list(OpKind).index(key[0]), key[1])))
+    return rows and f"""<div class="scroll"><table id="ops">
+<thead><tr><th class="word">op</th><th>layers</th><th>ops</th><th>planned</th><th>measured, median</th>
+<th>10 % below</th><th>10 % above</th><th>measured / planned</th></tr></thead>
+<tbody>{rows}</tbody>
+</table></div>
+<p class="notes">Of the last iterations, which were traced. Samples that are not alike spread what is measured.</p>"""
+
+
+def _planned(schedule: Schedule, op: MeasuredOp) -> float:
+    kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
+    return schedule.seconds(sum(schedule.times.duration_ticks(kind, op.slice or 0, op.worker) for kind in kinds))
+
+
+def _op_row(schedule: Schedule, kind: OpKind, slice_: int, planned: Sequence[float], measured: Sequence[float]) -> str:
+    first, end = schedule.layers_of(slice_)
+    expected, ordered = statistics.median(planned), sorted(measured)
+    middle, low, high = statistics.median(ordered), *(ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    cells = [str(first) if end == first + 1 else f"{first} to {end - 1}", f"{len(measured):,}",
+             *map(duration, (expected, middle, low, high)), f"{middle / expected:.2f}" if expected > 0 else ""]
+    return f'<tr><td class="word">{kind.name}</td>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _or_none(seconds: float | None) -> str:

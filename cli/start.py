@@ -4,6 +4,12 @@
 def main() -> None:
     """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
     try:
+        import io
+        import sys
+
+        # Else what goes to stderr meanwhile would come first in a file of both.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
         from slipstream.cli.app import app
 
         try:

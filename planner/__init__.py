@@ -5,6 +5,7 @@
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
     degraded     workers that go on as half their processes
+    periods      periods by what is down, for simulations that ask for hundreds
     portfolio    what answers a failure: whole micro-batches, slices, moved layers
     params       what steers a search
     budget       what a search may use: seconds or counted steps, a seed

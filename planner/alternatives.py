@@ -42,7 +42,7 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
     """What could be done instead of a plan made by these options, as far as there is time by the clock to find
     out.
 
-    With nobody down: only whether more memory would help.
+    With nobody down: only whether more memory would help, and layers that are divided otherwise.
     """
     if plan.fault_free is None or options.method in BASELINES:
         return
@@ -92,8 +92,8 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, clock
         if job.memory.recomputed and job.training.get("recompute", "none") == "none":
             yield COMPUTED_AGAIN, 'training.recompute = "auto"', lambda left: _computed_again(
                 job, failed, quick.within(left), clock)
-    if failed and options.layers == "fixed":
-        if not normalise:
+    if options.layers == "fixed" and (failed or max(job.layers or (1,)) > 1):
+        if failed and not normalise:
             yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left), clock)
         yield "layers moved", "--layers move", plan(job, msgspec.structs.replace(quick, layers="move"))
 

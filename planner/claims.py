@@ -1,28 +1,44 @@
 """The lower bound that a schedule's file states, proven again from the file alone."""
 
 import math
+from collections.abc import Sequence
 
-from slipstream.planner.model.bounds import lower_bound
+import msgspec
+
+from slipstream.planner.bound import Bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.holdings import held_problem, in_place
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.normalise import Windows
 from slipstream.planner.report import shared_ticks
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 
-def proven_bound(schedule: Schedule) -> int:
-    """Ticks below which no period can be, with these workers down, in roles as they are.
+def proven_bound(schedule: Schedule) -> Bound:
+    """A bound for the question that the schedule's own answers, with these workers and the room they have.
 
-    Of whole stages, unless the schedule cuts some. Where workers hold other layers than those of their role, all
-    holdings are allowed: only work bounds the period, and the optimizer step of a layer. That of the planner counts
-    the all-reduce of a layer, too, and that whole layers are run, whose times no file tells. CP-SAT proves more of
-    small problems than this.
+    With any layers, only work bounds the period, and the optimizer step of a layer. That of the planner counts the
+    all-reduce of a layer, too, and that whole layers are run, whose times no file tells. CP-SAT proves more of small
+    problems than this.
     """
-    if any(seat.holds is not None for seat in schedule.seats):
-        return min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
-    grid = schedule.grid
-    failed = frozenset(set(grid.workers()) - {seat.role for seat in schedule.seats})
-    return lower_bound(held_problem(
-        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid, times=schedule.times, memory=schedule.memory,
-        holds=in_place(grid, tuple(failed)), backward=schedule.backward, optimizer=schedule.optimizer,
-        sharing=bool(failed or schedule.times.slow or len(set(grid.microbatches)) > 1),
+    if schedule.scope is Scope.LAYERS:
+        ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
+        return Bound(ticks, Scope.LAYERS)
+    if schedule.scope is Scope.ROLES:
+        return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
+    problem = _problem(schedule, [role for role in schedule.grid.workers() if role not in schedule.player_of])
+    bound = strongest_bound(problem)
+    return bound.narrowed(Scope.ORDER) if schedule.scope is Scope.ORDER else bound
+
+
+def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
+    """The problem of a schedule in place, with these roles vacant. Of workers that are down none is slow."""
+    grid, scope = schedule.grid, schedule.scope
+    slow = tuple(one for one in schedule.times.slow if one.worker in schedule.seat_of)
+    return held_problem(
+        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
+        times=msgspec.structs.replace(schedule.times, slow=slow), memory=schedule.memory,
+        holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
+        sharing=scope is not Scope.OWN,
         # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.
-        parts=(0,) * len(grid.stages) if schedule.slices else ()))
+        parts=() if scope in (Scope.OWN, Scope.STAGES) else (0,) * len(grid.stages))

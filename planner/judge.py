@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.planner.model.start_times import timed
@@ -46,9 +47,10 @@ def judge_order(job: Job, rows: Sequence[Sequence[Action]], source: str, *,
     arrays = ProblemArrays(problem, {unit: problem.worker(unit.slice, unit.pipeline) for unit in problem.units()})
     order = _merge(arrays, rows, source)
     period, start = timed(arrays, order)
-    # An order that takes too much memory may be faster than any that does not.
-    schedule = build_schedule(problem, arrays.solution(order, start), lower_bound=min(lower_bound(problem), period),
-                              method="torch-csv")
+    bound = strongest_bound(problem)
+    if bound.ticks > period:  # an order that takes too much memory may be faster than any that does not
+        bound = Bound(period, bound.scope)
+    schedule = build_schedule(problem, arrays.solution(order, start), bound=bound, method="torch-csv")
     plan = Plan(schedule=schedule, fault_free=None, solve_seconds=time.monotonic() - began)
     return Judged(plan, check(schedule))
 

@@ -16,18 +16,20 @@ The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from fractions import Fraction
+from functools import partial
 from itertools import islice
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import exact
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
 from slipstream.planner.progress import ProgressCallback, quiet
@@ -35,7 +37,7 @@ from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
 from slipstream.planner.search.compiled import ready
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 from slipstream.schedules.tables.pattern import (
     Pattern,
     dead_column,
@@ -61,31 +63,46 @@ Counts = tuple[int, ...]
 Ranked = tuple[int, int, int, Counts]
 """(longest window in ticks, sum of windows, sum of squared counts, counts) of a distribution."""
 
+ProblemOf = Callable[[Sequence[Worker]], Problem]
+
 
 class Windows:
     """The least period by column and number of roles down there, and the best distributions of failures over columns.
 
     Keeps what it has computed, so that one object serves all numbers of failures of a job. What it answers is a
-    function of the job, the options and that number alone, whatever was asked before.
+    function of the problems and that number alone, whatever was asked before.
+
+    Its bounds hold whichever roles are down. A plan for some failures is one for fewer, in which live workers stand by;
+    so those of one column alone give a bound. It counts the live workers of that column, all of one speed and one room
+    but for the slow ones, which stay, and the micro-batches of all pipelines, since any holder may run them: not which
+    pipelines the failures are in.
     """
 
-    def __init__(self, job: Job, options: PlanOptions) -> None:
-        self._job = job
-        self._options = options
-        self.tick_seconds = options.problem(job).tick_seconds
-        self._bound: dict[tuple[int, int], int] = {}
-        self.slow = {worker for worker, _ in job.time.slow}
+    def __init__(self, problem_of: ProblemOf) -> None:
+        """`problem_of`: the problem with some roles down, in which any holder of a stage may run any micro-batch."""
+        self._problem_of = problem_of
+        whole = problem_of(())
+        self.grid, self.tick_seconds = whole.grid, whole.tick_seconds
+        self.slow = {worker for worker, one in whole.workers.items() if one.per_mille != 1000}
         """Alive, and so never to leave their roles."""
+        self._equal = len({(worker.column, one.room) for worker, one in whole.workers.items()}) == self.grid.columns
+        self._bound: dict[tuple[int, int], int] = {}
         self._best: dict[int, list[Ranked]] = {}
 
     def bound(self, column: int, down: int) -> int:
-        """A proven lower bound on the period, in ticks, with this many roles down in the column and none elsewhere."""
+        """A proven lower bound on the period, in ticks, with at least so many roles down in the column."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         if (column, down) not in self._bound:
-            failed = self.candidates(column)[:down]
-            self._bound[column, down] = lower_bound(self._options.problem(self._job, failed))
+            problem = self._problem_of(self.candidates(column)[:down])
+            fewer = self.bound(column, down - 1) if down else 0
+            self._bound[column, down] = max(fewer, lower_bound(problem))
         return self._bound[column, down]
+
+    def least(self, failures: int) -> Bound:
+        """A bound for so many failures, whichever roles are down; 0 where workers have rooms of their own."""
+        best = self.distributions(failures)
+        return Bound(best[0][0] if best and self._equal else 0, Scope.ROLES)
 
     def seconds(self, ticks: int) -> float:
         """Ticks of a bound as seconds, and a little more than rounding may take."""
@@ -93,12 +110,12 @@ class Windows:
 
     def candidates(self, column: int) -> list[Worker]:
         """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
-        return [role for pipeline in range(self._job.pipelines)
+        return [role for pipeline in range(self.grid.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
     def most(self, column: int) -> int:
         """How many roles of a column may be down at most."""
-        return min(self._job.pipelines - 1, len(self.candidates(column)))
+        return min(self.grid.pipelines - 1, len(self.candidates(column)))
 
     def distributions(self, failures: int) -> list[Ranked]:
         """The best few ways to distribute failures over columns, best first; the first one's window is the least.
@@ -131,13 +148,18 @@ class Windows:
         shortest next window each time gives the longest one that any distribution needs; and one role more, to have
         a choice. Spares computing bounds that cannot matter.
         """
-        down = [0] * self._job.stages
+        down = [0] * self.grid.columns
         for _ in range(failures):
-            free = [column for column in range(self._job.stages) if down[column] < self.most(column)]
+            free = [column for column in range(self.grid.columns) if down[column] < self.most(column)]
             if not free:
                 break
             down[min(free, key=lambda column: (self.bound(column, down[column] + 1), down[column], -column))] += 1
         return [min(count + 1, self.most(column)) for column, count in enumerate(down)]
+
+
+def windows_of(job: Job, options: PlanOptions) -> Windows:
+    """Those of a job's plans by these options, whether micro-batches are cut or not."""
+    return Windows(partial(options.shared_problem, job))  # which is sent to other processes
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
@@ -193,7 +215,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     clock = clock or options.clock()
     if failures == 0:
         return plan_only(options, job, (), clock)
-    windows = windows or Windows(job, options)
+    windows = windows or windows_of(job, options)
     if not windows.distributions(failures):
         most = sum(windows.most(column) for column in range(job.stages))
         raise NoPlanError(f"{failures} failures leave some stage without a live worker, whoever plays which role: the "
@@ -272,16 +294,21 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
                 progress: ProgressCallback, clock: Clock) -> Plan:
     """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
     job = slow_while_alive(job, failed)
-    windows = Windows(job, options)
-    if _cannot_be_beaten(best, windows):
-        return best
-    if not moving:  # its own bound is for roles in place
-        best = msgspec.structs.replace(best, schedule=_for_roles(best.schedule, windows))
+    windows = windows_of(job, options)
+    least = windows.least(len(set(failed)))
+    own = best.schedule
+    if not moving:
+        best = msgspec.structs.replace(best, schedule=_claiming(own, least, windows.tick_seconds))
+        if best.schedule.status == "optimal":
+            return best
+    elif own.scope is Scope.LAYERS:
+        if own.status == "optimal":
+            return best
+        least = Bound(own.lower_bound_ticks, own.scope)
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
     schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-        # Its own bound is for these roles only.
-        schedule = _bounded_by(schedule, best.schedule) if moving else _for_roles(schedule, windows)
+        schedule = _claiming(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS else windows.tick_seconds)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
@@ -295,29 +322,7 @@ def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))
 
 
-def _for_roles(schedule: Schedule, windows: Windows) -> Schedule:
-    """The schedule with a bound for all roles that its workers may play."""
-    best = windows.distributions(len(schedule.failed))
-    limited = schedule.memory is not None and schedule.memory.capacity_of
-    ticks = Fraction(best[0][0]) * Fraction(windows.tick_seconds) / Fraction(schedule.tick_seconds) \
-        if best and not limited else Fraction(0)
-    bound = min(schedule.lower_bound_ticks, math.floor(ticks))
-    return msgspec.structs.replace(schedule, lower_bound_ticks=bound,
-                                   status="optimal" if bound == schedule.period_ticks else "feasible")
-
-
-def _bounded_by(schedule: Schedule, other: Schedule) -> Schedule:
-    """The schedule with the bound of another, whose ticks may differ; it is rounded down."""
-    seconds = other.seconds(other.lower_bound_ticks)
-    bound = min(schedule.lower_bound_ticks, math.floor(seconds / schedule.tick_seconds * (1 - 1e-12)))
-    return msgspec.structs.replace(schedule, lower_bound_ticks=bound,
-                                   status="optimal" if bound == schedule.period_ticks else "feasible")
-
-
-def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
-    """Whether no distribution of as many failures can have a shorter period than this plan."""
-    memory = plan.schedule.memory
-    if plan.schedule.status != "optimal" or (memory is not None and memory.capacity_of):
-        return False
-    best = windows.distributions(len(plan.schedule.failed))
-    return bool(best) and plan.period <= windows.seconds(best[0][0])
+def _claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
+    """The schedule with another bound, in ticks of so many seconds; it is rounded down."""
+    ticks = bound.ticks * exact(tick_seconds) / exact(schedule.tick_seconds)
+    return schedule.with_bound(math.floor(ticks), bound.scope)

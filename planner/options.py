@@ -11,7 +11,7 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.engine import Method
+from slipstream.planner.search.engine import Method as Method
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -49,6 +49,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
                              sliced=self.slices and self.method not in BASELINES)
+
+    def shared_problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+        """The same where any live holder of a stage may run any micro-batch, whole or cut. Raises NoPlanError."""
+        own = self.problem(job, failed)
+        return build_problem(job, failed, backward=own.backward, optimizer=own.optimizer, sharing=True, sliced=True)
 
     @property
     def comparing(self) -> "PlanOptions":

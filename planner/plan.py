@@ -11,11 +11,11 @@ from slipstream.planner.budget import Budget, Clock, End, Tally
 from slipstream.planner.interrupt import interruptible
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.portfolio import any_layers_bound, proposed
+from slipstream.planner.portfolio import proposed
 from slipstream.planner.progress import ProgressCallback, SearchProgress, quiet
 from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
@@ -206,8 +206,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
-    least = lower_bound(problem) if options.layers == "fixed" else any_layers_bound(options, job, failed)
-    schedule = repeated(job, blocks, least, plan_block)
+    schedule = repeated(job, blocks, strongest_bound(problem), plan_block)
     return _Found(schedule, lambda: f"planned as {said}, each of which fills and drains the pipelines; with more time "
                   "the whole iteration is planned at once")
 
@@ -216,15 +215,12 @@ def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem:
               budget: Budget) -> _Found:
     """The best schedule of whatever answers these failures."""
     solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
-    if options.layers == "move" and options.method in BASELINES:  # whose own bound is for layers in place
-        solved = msgspec.structs.replace(solved, lower_bound_ticks=min(
-            solved.lower_bound_ticks, any_layers_bound(options, job, failed)))
     return _Found(_checked(solved), solved.evidence, solved.fixed_period, solved.end)
 
 
 def _checked(solved: Solved) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
-    schedule = build_schedule(solved.problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=solved.ran,
+    schedule = build_schedule(solved.problem, solved.pieces, bound=solved.bound, method=solved.ran,
                               deadlines=solved.deadlines)
     violations = check(schedule)
     if violations:

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+import msgspec
+
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
@@ -43,24 +46,23 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     tick = tick_of(job, costs)
     scale = tick_of(job) / tick  # ticks of a layout's problem in one of the problem as it is
     rounding = _rounding(job, costs, tick, scale)
-    least, counts = rounding.sure(Fraction(period_bound(given))), "the work of all layers that workers share"
+    least = rounding.sure(period_bound(given))
     if problem is not None and options.layers == "fixed":
-        ticks, exactly = exact_bound(problem)
-        if (sure := rounding.sure(ticks * scale)) > least:
-            least, counts = sure, exactly
+        ticks, counts = exact_bound(problem)
+        least |= Bound(rounding.least(ticks * scale), problem.scope, counts)
 
     def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
             for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
                 made = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer, least=least)
-                yield divided(made, least, counts, moved=_moved(given, layout))
+                yield divided(made, least, moved=_moved(given, layout))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(problem, bound=(rounding.of_stages(least, scale), counts), layouts=layouts,
+    return Proposals(problem, bound=rounding.of_stages(least, scale), layouts=layouts,
                      units=given.total_microbatches * len(given.paths[0]), moving=options.layers == "move")
 
 
@@ -78,24 +80,18 @@ class _Rounding(NamedTuple):
     """Of all that a bound counts beside the ops: at most once, each all-reduce, optimizer step and, there and back,
     transfer of a stage or of its layers."""
 
-    def sure(self, bound: Fraction) -> int:
+    def least(self, ticks: Fraction) -> int:
         """What of a bound holds for all candidates, however their times were rounded."""
-        return max(0, math.ceil(bound * (1 - self.share)) - self.ticks)
+        return max(0, math.ceil(ticks * (1 - self.share)) - self.ticks)
 
-    def of_stages(self, bound: int, scale: Fraction) -> int:
+    def sure(self, bound: Bound) -> Bound:
+        """The same of a value."""
+        return msgspec.structs.replace(bound, ticks=self.least(Fraction(bound.ticks)))
+
+    def of_stages(self, bound: Bound, scale: Fraction) -> Bound:
         """A bound in ticks of layers as one in ticks of whole stages, of which each is `scale` of those."""
-        return max(0, math.floor(bound / scale * (1 - self.share)) - self.ticks)
-
-
-def any_layers_bound(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> int:
-    """A bound for all holdings of layers, in ticks of the problem of whole stages."""
-    given = layout_problem(job, failed, backward=options.backward or "split", layers="move",
-                           sliced=options.slices, from_checkpoint=options.from_checkpoint)
-    costs = layer_costs(job)
-    tick = tick_of(job, costs)
-    scale = tick_of(job) / tick
-    rounding = _rounding(job, costs, tick, scale)
-    return rounding.of_stages(rounding.sure(Fraction(period_bound(given))), scale)
+        ticks = max(0, math.floor(bound.ticks / scale * (1 - self.share)) - self.ticks)
+        return msgspec.structs.replace(bound, ticks=ticks)
 
 
 def _rounding(job: Job, costs: LayerCosts, tick: Fraction, scale: Fraction) -> _Rounding:

@@ -16,21 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.search.compiled import load
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import (
-    COMPUTE_KINDS,
-    Program,
-    ProgramOp,
-    Schedule,
-    Seat,
-    Status,
-    Worker,
-    period_ticks,
-    place,
-)
+from slipstream.schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Worker, period_ticks, place
 
 CERTAIN, QUICK = 50_000, 20_000
 """Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured.
@@ -149,7 +140,7 @@ def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace
     began = clock.thread()
     schedule = plan_block(sample, 0.0)
     planned = clock.thread()
-    joined_blocks(sample, [schedule], 0)
+    joined_blocks(sample, [schedule], Bound(0, schedule.scope))
     return Pace((planned - began) / ops, (clock.thread() - planned) / ops)
 
 
@@ -165,7 +156,7 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
         yield msgspec.structs.replace(job, microbatches=tuple(sizes))
 
 
-def repeated(job: Job, how: Blocks, bound: int, plan_block: PlanBlock) -> Schedule:
+def repeated(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
     """The checked schedule of a job in blocks. `bound` is proven for the whole."""
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
@@ -173,7 +164,7 @@ def repeated(job: Job, how: Blocks, bound: int, plan_block: PlanBlock) -> Schedu
     return joined_blocks(job, [plans[block.microbatches] for block in blocks], bound)
 
 
-def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: int) -> Schedule:
+def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: Bound) -> Schedule:
     """One iteration of the job that runs these blocks one after the other. Makes sure that it passes the checker."""
     shifts = _shifts(blocks)
     before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
@@ -192,8 +183,7 @@ def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: int) -> Schedule:
         blocks[0], grid=msgspec.structs.replace(blocks[0].grid, microbatches=job.microbatches), seats=tuple(seats),
         programs=tuple(programs))
     period = period_ticks(op for seat in seats for op in place(_ends(programs[seat.program]), seat, whole.times))
-    status: Status = "optimal" if period <= bound else "feasible"
-    whole = msgspec.structs.replace(whole, period_ticks=period, lower_bound_ticks=bound, status=status)
+    whole = msgspec.structs.replace(whole, period_ticks=period).with_bound(bound.ticks, bound.scope)
     violations = check(whole)
     if violations:
         raise AssertionError(f"a repeated schedule breaks a rule: {violations[0]}")

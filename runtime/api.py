@@ -1,8 +1,9 @@
 """What a program that brings its own model, data or optimizer needs; docs/own-model.md shows how."""
 
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import RunError, RunOptions, RunResult, run
-from slipstream.runtime.model.data.data import Data, Microbatch
+from slipstream.runtime.model.data.data import Data, IterationData, Microbatch
 from slipstream.runtime.model.layers.calling import add_to_loss
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.recomputing import recomputable
@@ -11,20 +12,28 @@ from slipstream.runtime.model.layers.split import weight_work
 from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
 from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_group
 from slipstream.runtime.model.seeds import derive_seed, seeded
+from slipstream.runtime.processes.process_manager import NodeFailure, Return
+from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 
 __all__ = [
     "ConfigError",
     "Data",
+    "Injection",
+    "IterationData",
     "LayeredModel",
+    "Metrics",
     "Microbatch",
     "ModelConfig",
+    "NodeFailure",
     "ReferenceResult",
+    "Return",
     "RunConfig",
     "RunError",
     "RunOptions",
     "RunResult",
     "Shard",
+    "Slowdown",
     "TrainingConfig",
     "WorkerGroup",
     "add_to_loss",

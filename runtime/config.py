@@ -17,7 +17,6 @@ DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 TokenDtype = Literal["uint16", "uint32", "int32"]
-LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
 Iterations = Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")]
@@ -29,6 +28,11 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
+LearningRateSchedule = Annotated[str, Meta(
+    pattern=r"^(constant|linear|cosine|wsd|[\w.]+:[\w.]+)$", max_length=4096, description=(
+        "one of 'constant', 'linear', 'cosine', 'wsd', or the name of a function, as 'module:function'"))]
+Source = Annotated[str, Meta(pattern=r"^(torchtitan|[\w.]+:[\w.]+)$", max_length=4096, description=(
+    "the name of a function, as 'module:function', or 'torchtitan'"))]
 Recompute = Annotated[
     Literal["none", "full", "auto", "attention", "mlp"] |
     tuple[Annotated[int, Meta(ge=0, le=2**20)] | Literal["attention", "mlp"], ...], Meta(
@@ -72,6 +76,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hugging_face: Text | None = None
     """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
     for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    torchtitan: Text | None = None
+    """A model of torchtitan instead, such as "llama3/8B". Of the other keys only `context` and `options` count."""
     options: Options = {}
     """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
 
@@ -102,6 +108,26 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     momentum: Fraction | None = None
 
 
+Coefficients = tuple[NotNegative, NotNegative, NotNegative]
+
+
+class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[training.length_costs]`: what micro-batches take by the lengths of their documents, layer by layer.
+
+    Seconds: of themselves, by a token, and by the square of a document's length, which is what attention does.
+    """
+
+    forward: tuple[Coefficients, ...]
+    backward_input: tuple[Coefficients, ...]
+    backward_weight: tuple[Coefficients, ...]
+    error: NotNegative = 0.0
+    """Of the fit: the root of the mean square of (fitted / measured - 1)."""
+
+    def __post_init__(self) -> None:
+        if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
+            raise ValueError("training.length_costs: its three lists differ in length")
+
+
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job file's `[training]` table."""
 
@@ -116,7 +142,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Step size; where there is a schedule, the highest."""
     learning_rate_schedule: LearningRateSchedule = "constant"
     """How the learning rate goes on after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`;
-    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`."""
+    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`. Or `module:function`, called
+    with this table and the iteration's number, gives what `learning_rate` is multiplied by; with warm-up and all."""
     warmup_iterations: Iterations = 0
     """The learning rate rises linearly over so many iterations, and has its full value in the last of them."""
     decay_iterations: Some | None = None
@@ -174,12 +201,19 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of the numbers in `tokens`, little-endian. Default: what an .idx says, else "uint16"."""
     shuffle: bool = True
     """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
-    data: Reference | None = None
+    document_end: Annotated[int, Meta(ge=0, lt=2**24, description="a token: a whole number from 0")] | None = None
+    """The token that ends each document of `tokens`, or of tokenized `text`: tokens then see those before them in their
+    document only, positions begin anew with each, and what follows its end is not predicted."""
+    data: Source | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
-    `runtime.model.data.data.Data`."""
+    `runtime.model.data.data.Data`, or `IterationData`. "torchtitan": its tokenizer and data set
+    (`runtime.model.data.torchtitan_data`)."""
     deal_swaps: Annotated[int, Meta(ge=0, le=10**6, description="a whole number from 0 to 1000000")] = 6000
     """Where data tell what samples cost: how many swaps of two samples are tried, in each iteration, to make it
     shorter; fewer where that would take longer than half of it. 0: each sample keeps its name."""
+    length_costs: Annotated[LengthCosts, Meta(description=(
+        "a table with lists of equal length, one entry a layer, as `slipstream profile` writes it"))] | None = None
+    """`[training.length_costs]`: what samples cost by the lengths of their documents, where data tell these."""
     loss_weights: Literal["microbatches", "tokens"] = "microbatches"
     """How micro-batches' mean losses make up an iteration's: all alike, or by the tokens that each is a mean of, which
     data then tell."""
@@ -223,6 +257,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.warmup_iterations > end:
             raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
                              "iterations; expected no more, or a training.schedule_iterations of its own")
+        own = ":" in schedule
+        if own and (self.warmup_iterations or self.final_learning_rate is not None):
+            raise ValueError(f"training.learning_rate_schedule is {schedule!r}, and warmup_iterations or "
+                             "final_learning_rate are given; expected the function to have all of it")
         if decay and schedule != "wsd":
             raise ValueError(f"training.decay_iterations is {decay}, and learning_rate_schedule {schedule!r}; expected "
                              "it with 'wsd' only")
@@ -249,6 +287,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.tokenizer is not None and self.text is None:
             raise ValueError(f"training.tokenizer is {self.tokenizer!r}, and training.text is not given; expected the "
                              "text that it is for")
+        if self.document_end is not None and (self.data is not None or not (self.tokens or self.tokenizer)):
+            raise ValueError(f"training.document_end is {self.document_end}; expected it with training.tokens, or a "
+                             "training.tokenizer; own data give position_ids")
         validation = [self.validation_text, self.validation_tokens, self.validation_data]
         if self.evaluate_every is not None and not any(validation):
             raise ValueError(f"training.evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; "
@@ -293,13 +334,14 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
     ConfigError naming the key, its value and what was expected.
     """
-    beside = {"hugging_face", "context", "options"}
-    if "hugging_face" in model and not model.keys() - beside:
-        model = _with_vocabulary(model)
-        beside.add("vocabulary")
-    if "hugging_face" in model and model.keys() - beside:
-        raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
-                          "what the model is; [model.options] can change keys of that")
+    named = next((key for key in ("hugging_face", "torchtitan") if key in model), None)
+    if named is not None:
+        others = model.keys() - {named, "context", "options"}
+        if others:
+            raise ConfigError(f"model.{min(others)} is given beside model.{named}, whose config says what the model "
+                              "is; [model.options] can change keys of that")
+        if named == "hugging_face":
+            model = _with_vocabulary(model)
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))

@@ -53,7 +53,8 @@ def _table_in_list(kind: Any) -> type[msgspec.Struct] | None:
 
 def _nearest(kind: Any, value: object) -> str:
     """Which of the names that a field takes was meant, if that can be guessed."""
-    options = [option for option in get_args(kind) if isinstance(option, str)]
+    options = [option for option in get_args(kind) if isinstance(option, str)] or \
+        re.findall(r"'(\w+)'", " ".join(str(meta.description) for meta in getattr(kind, "__metadata__", ())))
     near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -241,6 +241,9 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     """The longest busy window of any worker."""
     time: float | None = None
     """When it was committed, by the clock of the events. Runs of earlier versions have neither this nor the period."""
+    cost_error: float | None = None
+    """How far the costs of samples were from what their ops took: the root of the mean square of (measured / expected
+    - 1), where expected is a multiple of the median of each worker's ops of a kind. None: no costs are known."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -185,7 +185,8 @@ class _Launch:
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard, options.notify))
+                                                         options.tensorboard, options.notify,
+                                                         options.observe_iteration))
             event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
                                                      both(metrics.observe, options.observe), options.notify))
             event_log.write(_started(self.schedule, config, options))
@@ -280,6 +281,7 @@ class _Launch:
                    settling=resilience.settling,
                    layer_bytes=() if resilience.settling is None else state_bytes(
                        self.fit.model, self.config.training, self.schedule.grid.pipelines),
+                   shared_layers=self.fit.shared_layers, whole_schedules=self.fit.whole_schedules,
                    elements=self.fit.elements, secret=settings.secret, notify=options.notify,
                    grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,

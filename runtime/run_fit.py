@@ -14,6 +14,7 @@ from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.ranks.degraded import require_degradable
 from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
@@ -22,7 +23,7 @@ from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.launchers import GpuShare, gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, Setup
-from slipstream.runtime.replay.dealt_samples import require_known_costs
+from slipstream.runtime.replay.dealt_samples import costs_known, require_known_costs, stage_layers
 from slipstream.runtime.replay.placement import Placement, PlacementError, place
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
@@ -46,6 +47,10 @@ class Fit:
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
     work: Work
     """What an iteration is."""
+    shared_layers: tuple[frozenset[int], ...]
+    """The layers of each group that has a parameter together."""
+    whole_schedules: bool
+    """Whether workers deal or evaluate data by the whole of each schedule."""
     elements: tuple[Elements, ...] = ()
     """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
 
@@ -65,7 +70,8 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         require_degradable(model, config, at_layer)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
-    require_known_costs(load_corpus(config, schedule.grid.microbatches), schedule, training)
+    corpus = load_corpus(config, schedule.grid.microbatches)
+    require_known_costs(corpus, schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
     domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
@@ -75,7 +81,10 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
-                    peak_flops=training.peak_flops or options.peak_flops), elements)
+                    peak_flops=training.peak_flops or options.peak_flops),
+               tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
+               training.evaluate_every is not None
+               or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None, elements)
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.coordinator.event_log import Observer
+from slipstream.runtime.coordinator.metrics import IterationObserver
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
 from slipstream.runtime.coordinator.run import Notify
 from slipstream.runtime.coordinator.settling import Settling
@@ -92,6 +93,9 @@ class RunOptions:
     notify: Notify = lambda _: None
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
+    observe_iteration: IterationObserver | None = None
+    """Called with loss, gradient norm, learning rate and speed of each iteration once it is committed
+    (`runtime.events.Metrics`). After going back to a checkpoint, iterations are told again."""
     fault_free_seconds: float | None = None
     """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
     tensorboard: Path | None = None

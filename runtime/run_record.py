@@ -61,6 +61,7 @@ class Committed:
     iteration: int
     loss: float | None
     period: float | None
+    cost_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,12 @@ class RunRecord:
         return _median([one.took for stretch in self.stretches if stretch.order.phase == "whole"
                         for one in stretch.committed[1:]])
 
+    @cached_property
+    def cost_error(self) -> float | None:
+        """How far the costs of samples were from what their ops took: the median of iterations; None: none are known.
+        """
+        return _median([one.cost_error for one in self.committed if one.cost_error is not None])
+
     def measured_share(self, stretch: Stretch) -> float | None:
         """Of the throughput measured with all workers; None: it was not."""
         whole, seconds = self.whole_seconds, stretch.iteration_seconds
@@ -164,7 +171,7 @@ def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence
     found, last, last_start = list[Committed](), 0.0, -1
     for one, at, start in placed:
         before = last if start == last_start else begun.get(start, offsets[start])
-        found.append(Committed(at, max(0.0, at - before), one.iteration, one.loss, one.period))
+        found.append(Committed(at, max(0.0, at - before), one.iteration, one.loss, one.period, one.cost_error))
         last, last_start = at, start
     return tuple(found)
 

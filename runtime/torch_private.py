@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
@@ -30,7 +31,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 # Store, TCPStore, HashStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find
 #   them.
 #   Replaced by: `from torch.distributed import TCPStore`, once torch exports it in words that mypy reads.
-# FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or memory.
+# FakeTensor, FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or
+#   memory.
 #   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
 #   models under test allow that.
 # DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
@@ -64,12 +66,15 @@ class Group(Protocol):
 GlooDevice = ProcessGroupGloo.Device
 
 
-def gloo_device() -> GlooDevice:
-    """A listening socket, and the thread of all connections that are made by it.
+def gloo_devices() -> list[GlooDevice]:
+    """Of each network interface, a listening socket, and the thread of all connections that are made by it.
 
-    It listens where torch's own default does: on the interface of GLOO_SOCKET_IFNAME, or at the machine's name.
+    They listen where torch's process groups do by themselves: on the interfaces of GLOO_SOCKET_IFNAME, or at the
+    machine's name. Raises RuntimeError where there is no such interface.
     """
-    return ProcessGroupGloo.create_default_device(lazy_init=False)
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in named] or [
+        ProcessGroupGloo.create_default_device(lazy_init=False)]
 
 
 def inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -97,14 +102,14 @@ def without_function_mode() -> Iterator[None]:
             yield
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, device: GlooDevice) -> Group:
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:
     """A gloo process group, without torch.distributed's global state.
 
     For: groups that come and go with orders, several of them in a process, in any thread.
     Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._threads, options._timeout = [device], 2, timeout
+    options._devices, options._threads, options._timeout = list(devices), 2, timeout
     return cast(Group, ProcessGroupGloo(store, rank, size, options))
 
 
@@ -116,11 +121,15 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends the process when the watchdog is stuck in a call to CUDA
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else the watchdog's thread ends the process when it meets a CUDA error
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # nor are traces written, or signals left in the store, where one times out
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    # After an error the watchdog sleeps four times as long as this (15 s unless it is set), with a lock that whoever
+    # begins an operation takes, and whoever closes the group waits for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # else each watchdog asks node 0's store ten times a second
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # else it leaves its traces in that store
 }
-"""How torch's threads beside NCCL never end a process of ours, nor abort what others use. They are read when a process
-group is made (ProcessGroupNCCL.hpp of torch 2.13). Whatever the user has set, the runtime relies on these."""
+"""How torch's threads beside NCCL never end a process of ours, nor abort or hold up what others use. They are read when
+a process group is made: what each does is from ProcessGroupNCCL.cpp. Whatever the user has set, the runtime relies on
+these."""
 
 
 def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> "NcclGroup":
@@ -152,7 +161,10 @@ class NcclGroup:
         cast(Any, self.group).eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
 
     def error(self) -> str | None:
-        """What torch's watchdog has found, which looks several times a second. Nothing where this torch does not say.
+        """What torch's watchdog has found, which looks ten times a second. Nothing where this torch does not say.
+
+        It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, and only this
+        process aborts it.
         """
         ask = getattr(self.group, "get_error", None)
         found = None if ask is None else ask()
@@ -218,3 +230,13 @@ class TensorWatch(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.storages.watch(tensor)
         return made
+
+
+def without_state_hooks(module: torch.nn.Module) -> None:
+    """From now on its state_dict has its parameters and buffers under their own names, whatever its classes make of it.
+
+    torch can remove a hook only by the handle that its registration has returned.
+    """
+    for one in module.modules():
+        one._state_dict_hooks.clear()
+        one._load_state_dict_pre_hooks.clear()

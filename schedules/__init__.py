@@ -6,6 +6,7 @@
     check             whether a schedule obeys every rule (`equal`, `text_excerpt`)
     memory            how much each worker holds, and when
     graph             ops and transfers as a graph: the order of sends and receives, proven free of deadlock
+    parts             what each worker must know of a schedule, and no more
     timing            a schedule replayed under other durations
     measured_trace    when ops really ran
     torchcsv          orders of torch.distributed.pipelining

@@ -55,7 +55,7 @@ def encode(schedule: Schedule) -> bytes:
     try:
         _require_few_ops(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        fields |= {name: getattr(schedule, name) for name in _FIELDS}
+        fields |= {name: value for name in _FIELDS if (value := getattr(schedule, name)) is not msgspec.UNSET}
         data = msgspec.json.encode(fields) + b"\n"
         _in_range("the number of bytes of the file", len(data), 0, MAX_FILE_BYTES)
     except ValueError as error:
@@ -102,7 +102,8 @@ def _require_version_1(schedule: Schedule) -> None:
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
-                      ("times.optimizer_of_layer", schedule.times.optimizer_of_layer)):
+                      ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
+                      ("bound_scope", schedule.bound_scope)):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
 

@@ -19,6 +19,7 @@ from slipstream.schedules.costs import Memory, Slow, Times
 from slipstream.schedules.grid import Grid, VirtualStage, Worker
 from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
+from slipstream.schedules.scope import Scope
 
 __all__ = [
     "COMPUTE_KINDS",
@@ -33,6 +34,7 @@ __all__ = [
     "Program",
     "ProgramOp",
     "Schedule",
+    "Scope",
     "Seat",
     "Slow",
     "Status",
@@ -67,14 +69,38 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     programs: tuple[Program, ...]
     period_ticks: int
     lower_bound_ticks: int
-    """Proven: no schedule for this failure set has a smaller period."""
+    """Proven: no schedule has a smaller period, of those that `scope` tells."""
     status: Status
     method: str
+    bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
+    """Which question the bound answers; files of before do not say."""
+
+    @cached_property
+    def scope(self) -> Scope:
+        """Which question the bound answers; the narrowest that it can be where a file does not say."""
+        if self.bound_scope is not msgspec.UNSET:
+            return self.bound_scope
+        if any(seat.holds is not None for seat in self.seats):
+            return Scope.LAYERS
+        if self.slices:
+            return Scope.PLACE
+        return Scope.STAGES if self.failed or self.times.slow or len(set(self.grid.microbatches)) > 1 else Scope.OWN
+
+    def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
+        """The same schedule with another proven bound."""
+        assert ticks <= self.period_ticks, f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
+        return msgspec.structs.replace(self, lower_bound_ticks=ticks, bound_scope=scope,
+                                       status="optimal" if ticks == self.period_ticks else "feasible")
 
     @cached_property
     def seat_of(self) -> Mapping[Worker, Seat]:
         """Seats by physical worker."""
         return {seat.worker: seat for seat in self.seats}
+
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """All live workers, sorted."""
+        return tuple(seat.worker for seat in self.seats)
 
     @cached_property
     def player_of(self) -> Mapping[Worker, Worker]:

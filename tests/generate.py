@@ -7,6 +7,7 @@ import networkx as nx
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
@@ -53,7 +54,7 @@ def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solu
 def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
     """What the list scheduler makes of a job; `options` as of `build_problem`."""
     problem = build_problem(job, failed, **options)
-    return build_schedule(problem, list_schedule(problem), lower_bound=1, method="greedy")
+    return build_schedule(problem, list_schedule(problem), method="greedy")
 
 
 def measured_of(schedule: Schedule, number: int = 0, factor: float = 1.5) -> MeasuredIteration:
@@ -71,8 +72,8 @@ def schedules(draw, **limits) -> Schedule:
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
     rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
     solution = list_schedule(problem, rule)
-    bound = solution_period(problem, solution) if draw(st.booleans()) else 0
-    return build_schedule(problem, solution, lower_bound=bound, method="greedy")
+    bound = Bound(solution_period(problem, solution), problem.scope) if draw(st.booleans()) else None
+    return build_schedule(problem, solution, bound=bound, method="greedy")
 
 
 Programs = dict[Worker, list[Op]]

@@ -33,6 +33,62 @@ def jobs(draw, *, max_pipelines=4, max_stages=4, max_microbatches=6, max_chunks=
     return parse_job("\n".join(lines))
 
 
+@st.composite
+def any_jobs(draw, *, max_pipelines=3, max_stages=3, max_microbatches=3, max_layers=3) -> Job:
+    """What users write, several at once: layers of a stage and their values, stages and layers that cost nothing,
+    decimal times, transfers longer than ops, reductions by stage, weights, shared state, rooms and speeds of single
+    workers, large and unequal activations, recomputation, virtual stages, both directions, unequal numbers of
+    micro-batches, nodes."""
+    pipelines, stages = draw(st.integers(1, max_pipelines)), draw(st.integers(1, max_stages))
+    order = draw(st.sampled_from(["linear"] * 4 + ["interleaved", "v", *([] if stages % 2 else ["bidirectional"])]))
+    chunks = draw(st.sampled_from([1, 1, 2])) if order in ("interleaved", "v") else 1
+    virtual = stages * chunks
+    counts = draw(st.lists(st.integers(1, max_microbatches), min_size=pipelines, max_size=pipelines))
+    layers = draw(st.none() | st.lists(st.integers(1, max_layers), min_size=virtual, max_size=virtual))
+    total = virtual if layers is None else sum(layers)
+
+    def values(numbers, length):
+        """One for all, or each its own."""
+        return draw(numbers.map(lambda one: [one] * length) | st.lists(numbers, min_size=length, max_size=length))
+
+    ticks = st.sampled_from([0, 0.1, 0.3, 1, 1, 2, 3, 1.7])
+    some = st.just([1] * virtual) | st.lists(ticks, min_size=virtual, max_size=virtual).filter(any)
+    worker = st.builds(Worker, st.integers(0, pipelines - 1), st.integers(0, stages - 1))
+
+    def of_workers(numbers):
+        return "{" + ", ".join(f"'{one}' = {value}" for one, value in draw(
+            st.dictionaries(worker, numbers, max_size=2)).items()) + "}"
+
+    lines = [f"pipelines = {pipelines}", f"stages = {stages}", f"microbatches = {counts}", "[placement]",
+             f"order = '{order}'", *([f"chunks = {chunks}"] if order != "bidirectional" else []),
+             *([] if layers is None else [f"layers = {layers}"]), "[time]",
+             f"forward = {draw(some)}",
+             f"backward_input = {values(ticks, virtual)}", f"backward_weight = {values(ticks, virtual)}",
+             f"optimizer = {values(st.sampled_from([0, 0, 0.5, 2]), virtual)}",
+             f"all_reduce = {values(st.sampled_from([0, 0, 0, 1]), virtual)}",
+             f"transfer = {draw(st.sampled_from([0, 0, 0.1, 1, 5]))}"]
+    if draw(st.integers(0, 2)) == 0:
+        lines.append(f"slow = {of_workers(st.sampled_from([0.5, 1.001, 1.34, 2, 3]))}")
+    if draw(st.booleans()):
+        sizes = st.sampled_from([0, 0.5, 1, 1, 2, 7])
+        activation, stash = values(sizes, virtual), values(sizes, virtual)
+        least = 2 * chunks * max(*activation, *stash)
+        room = st.sampled_from([least, 1.5 * least, 3 * least, least + 1])
+        lines += ["[memory]", f"capacity = {values(room, stages)}", f"activation = {activation}",
+                  f"weight_stash = {stash}"]
+        lines += [f"{key} = {values(sizes, virtual)}" for key in ("weights", "state", "recomputed") if draw(
+            st.integers(0, 2)) == 0]
+        if draw(st.integers(0, 2)) == 0:
+            lines.append(f"capacity_of = {of_workers(room)}")
+    if draw(st.integers(0, 2)) == 0:
+        keys = draw(st.sets(st.sampled_from(["forward", "backward_input", "backward_weight", "optimizer", "all_reduce",
+                                             "activation", "weights"])))
+        lines += ["[layers]", *(f"{key} = {values(st.sampled_from([0, 1, 1, 2, 5]), total)}" for key in sorted(keys))]
+    if draw(st.integers(0, 3)) == 0:
+        lines += ["[topology]", f"workers_per_node = {draw(st.integers(1, pipelines * stages))}"]
+    return parse_job("\n".join(lines))
+
+
 def grid(pipelines: int, stages: int, microbatches: object, *, times: str = "", more: str = "") -> Job:
     """A plain job: F = I = W = 1 unless `times` says otherwise."""
     usual = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"

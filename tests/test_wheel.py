@@ -74,6 +74,7 @@ def test_an_installed_wheel_plans_checks_and_trains_beside_folders_of_the_same_n
     run(installed / "slipstream", "plan", "job.toml", "--failed", "1.0", "--method", "greedy", "--out", "plan.json",
         "--json", cwd=tmp_path)
     assert "valid" in run(installed / "slipstream", "check", "plan.json", cwd=tmp_path)
+    run(installed / "slipstream", "show", "plan.json", "--html", "plan.html", cwd=tmp_path)
     run(installed / "slipstream", "train", "job.toml", "--schedule", "plan.json", "--out", "run", "--json",
         cwd=tmp_path)
     assert (tmp_path / "run" / "losses.jsonl").read_text().count("\n") == 2

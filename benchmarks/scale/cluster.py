@@ -16,15 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
 from benchmarks.scale.node_0 import MARKS
 from benchmarks.scale.shapes import grid_of, shares_of
 from slipstream.runtime.protocol.rendezvous import LOOPBACK
 from slipstream.runtime.protocol.to_coordinator import Ended, Known
 from slipstream.runtime.protocol.to_worker import Acknowledged, Train
-from slipstream.schedules.ops import Seat
 from slipstream.schedules.schedule import Worker
 
 AT_ONCE = 1000
@@ -36,10 +33,6 @@ BEATS, TICKS = 5, 50
 NOW = time.monotonic
 
 Found = dict[str, Any]
-
-
-class _Brief(msgspec.Struct):
-    seats: tuple[Seat, ...]
 
 
 class Order:
@@ -71,7 +64,6 @@ class Cluster:
         self.latencies: list[float] = []
         self.set_up = 0
         self._folder, self._options, self._count = folder, options, workers
-        self._schedule: tuple[bytes, frozenset[Worker]] = b"", frozenset()
         self._round_began = 0.0
         self._running: asyncio.Future[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,7 +78,7 @@ class Cluster:
     def trains(self, fake: FakeWorker, message: Train) -> None:
         """A worker has an order."""
         if self.order is None or message.number > self.order.number:
-            self.order = Order(message, self._members(bytes(message.schedule)))
+            self.order = Order(message, frozenset(self.every).difference(message.failed))
         order = self.order
         order.received[fake.worker] = NOW()
         if fake.worker not in order.members:
@@ -115,12 +107,6 @@ class Cluster:
         """A worker was told that its order has ended."""
         if self.order is not None:
             self.order.ended.append(NOW())
-
-    def _members(self, schedule: bytes) -> frozenset[Worker]:
-        if schedule != self._schedule[0]:
-            brief = msgspec.json.decode(schedule, type=_Brief)
-            self._schedule = schedule, frozenset(seat.worker for seat in brief.seats)
-        return self._schedule[1]
 
     def _begin_round(self, order: Order, iteration: int) -> None:
         self._running = asyncio.ensure_future(self._round(order, iteration))
@@ -274,8 +260,9 @@ class Cluster:
         assert order is not None and self._process is not None
         self._process.kill()
         self._process.wait()
-        known = {worker: (fake.epoch, Known(fake.order, tuple(sorted(order.members)), fake.reached, fake.layers, None,
-                                            False, fake.begun)) for worker, fake in self.workers.items()}
+        failed = tuple(sorted(set(self.every) - order.members))
+        known = {worker: (fake.epoch, Known(fake.order, failed, fake.reached, fake.layers, None, False, fake.begun))
+                 for worker, fake in self.workers.items()}
         for one in (*self.workers.values(), *self.agents.values()):
             one.abort()
         self.workers = {}

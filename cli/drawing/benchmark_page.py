@@ -60,10 +60,15 @@ def _goodput(measures: Measures) -> float:
     return measures.goodput
 
 
-def shown(spread: Spread, form: str = ".1%") -> str:
-    """Mean and standard deviation; a dash where it is not known."""
-    digits = form if form.endswith("%") else ".1g"
-    return "-" if math.isnan(spread.mean) else f"{spread.mean:{form}} ± {spread.deviation:{digits}}"
+def shown(spread: Spread, *, is_share: bool = True) -> str:
+    """Mean and standard deviation, of a share in percent; a dash where it is not known."""
+    mean, deviation = spread.mean, spread.deviation
+    if math.isnan(mean):
+        return "-"
+    if is_share:
+        return f"{100 * mean:.1f} ± {100 * deviation:.1f} %"
+    decimals = max(0, 2 - math.floor(math.log10(abs(mean)))) if mean else 0  # three digits of the mean
+    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
 def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
@@ -72,9 +77,9 @@ def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
     return [(one.is_reference, (
         one.name, "-" if one.is_reference else shown(one.spread(_goodput)),
         shown(one.spread(lambda measures: measures.ettr)),
-        shown(one.spread(lambda measures: measures.samples_per_second), ".4g"),
-        f"{one.spread(lambda measures: measures.tokens).mean / 1e9:.4g}",
-        shown(one.spread(lambda measures: measures.dollars_per_million_tokens), ".3g"),
+        shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
+        f"{one.spread(lambda measures: measures.tokens).mean / 1e9:,.0f}",
+        shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
         f"{one.spread(lambda measures: measures.seconds_to_recover).mean:.3g}")) for one in ranked]
 
 
@@ -86,12 +91,16 @@ def _case(result: CaseResult) -> list[str]:
     text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {result.hours:,.0f} h, {result.failures:,.0f} failures "
             f"on average; plans with layers that move searched for {case.settle_seconds:g} s each")
     parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
-             grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>", _lost(result)]
+             grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",
+             '<p class="dim">Hours of the best policy with all workers alive that a policy is short of, whatever the '
+             "cause.</p>", _lost(result)]
     if result.sensitivity:
         usual = next(one for one in result.policies if one.name == "slipstream").seeds[0].goodput
         parts += ["<h3>Which parameter matters, for slipstream</h3>",
-                  f'<div class="legend"><label>{swatch(FIRST)}first value</label><label>{swatch(SECOND)}second value'
-                  "</label></div>",
+                  f'<p class="dim">Goodput if one parameter is other than assumed; as assumed it is {usual:.1%}, the '
+                  "line. The widest bar is what matters most.</p>",
+                  f'<div class="legend"><label>{swatch(FIRST)}first value named</label>'
+                  f"<label>{swatch(SECOND)}second value named</label></div>",
                   tornado([(row.parameter, row.low, row.high) for row in result.sensitivity], usual=usual,
                           colours=(FIRST, SECOND), x="goodput, seed 0")]
     return parts
@@ -115,9 +124,8 @@ def mean_lost(one: PolicyResult, cause: Cause) -> float:
 
 def _returned(back: Sequence[Returned]) -> str:
     rows = [(False, (one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept))) for one in back]
-    return grid(("case", "policy", "missing to 100 % ETTR", "ETTR that slipstream brings back",
-                 "of own fault-free throughput, likewise"),
-                rows)
+    return grid(("case", "policy", "of the time it trains nothing new", "of the time slipstream brings back",
+                 "of its own fault-free throughput slipstream keeps more"), rows)
 
 
 def _fidelity(fidelity: Sequence[Fidelity]) -> str:

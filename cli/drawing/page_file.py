@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-_FOLDER = files("cli") / "page"
+_FOLDER = files("slipstream.cli") / "page"
 
 
 def text_of(*names: str) -> str:

@@ -10,6 +10,8 @@ from slipstream.cli.drawing.axis import nice_step
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 BAR = 26
+LABEL = 44
+"""Room for a value beside a bar."""
 
 
 class Line(NamedTuple):
@@ -48,10 +50,10 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
 
 def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
          unit: str) -> str:
-    """A stacked bar for each row: the value of each part, in its colour. `total` is the full width."""
+    """A stacked bar for each row: the value of each part, in its colour, and their sum. `total` is the full width."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
-    width = WIDTH - left - RIGHT
+    width = WIDTH - left - RIGHT - LABEL
     parts = [_open(height)]
     step = nice_step(total, 6)
     for index in range(int(total / step) + 1):
@@ -67,37 +69,44 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
                 parts.append(f'<rect x="{at:.2f}" y="{y}" width="{wide:.2f}" height="{BAR}" fill="{colours[part]}">'
                              f"<title>{escape(name)}: {escape(part)} {value:.4g} {unit}</title></rect>")
                 at += wide
+        parts.append(f'<text x="{at + 6:.1f}" y="{y + BAR / 2 + 4}" font-size="11">{sum(values.values()):.4g}</text>')
     parts.append(f'<text x="{left + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
 def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str) -> str:
-    """A bar for each row (name, value at the first setting, at the second) to both sides of the usual value."""
+    """A bar for each row (name, value at the first setting, at the second) to both sides of the usual value.
+
+    Values are shares, drawn as percentages.
+    """
     left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM
     values = [usual, *(value for _, *pair in rows for value in pair)]
-    step = nice_step((max(values) - min(values)) or 0.01, 6)
+    step = nice_step(max(max(values) - min(values), 0.001), 6)
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step
-    width = WIDTH - left - RIGHT
+    width = WIDTH - left - RIGHT - 2 * LABEL
 
     def place(value: float) -> float:
-        return left + (value - low) / (high - low or 1.0) * width
+        return left + LABEL + (value - low) / (high - low or 1.0) * width
 
     parts = [_open(height)]
     for index in range(round((high - low) / step) + 1):
         value = low + index * step
         at = place(value)
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
-                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{value:.4g}</text>')
+                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{100 * value:.4g} %</text>')
     for number, (name, *pair) in enumerate(rows):
         y = TOP + number * (BAR + 8)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
         for half, (value, colour) in enumerate(zip(pair, colours, strict=True)):
             begin, end = sorted((place(usual), place(value)))
+            beside, anchor = (end + 5, "start") if value >= usual else (begin - 5, "end")
             parts.append(f'<rect x="{begin:.2f}" y="{y + half * BAR / 2}" width="{max(end - begin, 0.8):.2f}" '
-                         f'height="{BAR / 2 - 1}" fill="{colour}"><title>{escape(name)}: {value:.4g}</title></rect>')
+                         f'height="{BAR / 2 - 1}" fill="{colour}"><title>{escape(name)}: {value:.2%}</title></rect>'
+                         f'<text x="{beside:.1f}" y="{y + half * BAR / 2 + 10}" text-anchor="{anchor}" '
+                         f'font-size="10">{value:.1%}</text>')
     at = place(usual)
     parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{height - BOTTOM}"/>'
-                 f'<text x="{left + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
+                 f'<text x="{left + LABEL + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
     return "\n".join([*parts, "</svg>"])
 
 

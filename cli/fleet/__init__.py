@@ -10,7 +10,6 @@
     costs                 seconds to restart, reconfigure and load, as published
     loads                 what workers have to compute, and where failures cost least
     settled               plans for failures with layers that move
-    round_robin           schedules in place of those of ReCycle's solver
     throughput            samples per second of the schedules that policies run
     simulation            takes policies through a trace, and adds up the time lost
     figures/              the published figures, computed again

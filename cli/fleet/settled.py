@@ -12,13 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner import NoPlanError
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.layout.bounds import work_bound
-from slipstream.planner.model.from_job import layout_problem
-from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.model.ticks import tick_of
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.periods import least_with_any_layers
 from slipstream.planner.plan import plan_only
 from slipstream.planner.transition import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
@@ -71,15 +68,14 @@ class SettledPlans:
     def answer(self, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
         """The best plan found with layers that move, of so many failures or one more; None where there is none.
 
-        So one failure fewer is not slower: a live worker may idle. Without failures, that of one is what counts. Where
-        workers are slow, the plan for just that.
+        So one failure fewer is not slower: a live worker may idle. Where workers are slow, the plan for just that.
         """
         job = self._job
         groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
             return self._kept(pipelines, share, Slow(-(-slow.workers // groups), slow.factor))
-        found = self._kept(pipelines, share) if share else None
+        found = self._kept(pipelines, share)
         if found and found.period <= self._least(pipelines, share + 1):
             return found
         more = self._kept(pipelines, share + 1)
@@ -103,8 +99,7 @@ class SettledPlans:
         job = self._part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
-        least = work_bound(layout_problem(job, stacked(failures, pipelines, job.stages), layers="move"))
-        return float(least * tick_of(job, layer_costs(job)))
+        return least_with_any_layers(job, stacked(failures, pipelines, job.stages))
 
     def _planned(self, pipelines: int, failures: int, slow: Slow) -> Settled | None:
         job, affected = self._part(pipelines), failures + slow.workers

@@ -1,47 +1,29 @@
 """Steady-state throughput of the schedules that policies run, in samples per second. Each schedule is planned once.
 
-Workers of a stage hold the same parameters, and pipelines are interchangeable, so swapping roles within a stage costs
-nothing. A plan therefore depends only on how many workers of each stage are down (`DownByStage`). The list schedulers
-plan a few arrangements of them over pipelines (`planner.normalise.arrangements`) within a short time, and the best
-counts. With a table, the periods of its entries are used where they fit.
-
-Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
-period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at
-different times, the assembled schedule can be a little longer.
+Schedules are planned within a short time of counted steps (`planner.periods`), so that one job has the same figures on
+any machine. With a table, the periods of its entries are used where they fit. Where a large job has peers enough for
+every failure to have its own, the plans for one failure in each stage make that for all (`Throughputs._apart`).
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
 
 from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
-from slipstream.cli.fleet.round_robin import Pieces, round_robin
 from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
-from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.model import assemble
-from slipstream.planner.model.bounds import lower_bound
-from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.normalise import Windows, arrangements
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.search.baselines import one_f_one_b
-from slipstream.planner.search.compiled import ready
-from slipstream.planner.search.engine import solve
+from slipstream.planner.periods import Periods
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode
-from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from slipstream.schedules.tables.table import Table
 
 Value = TypeVar("Value")
 
 PLAN_SECONDS = 0.2
-"""Time limit for one arrangement of failures; most need a hundredth of it."""
-LARGE = 30_000
-"""A job of more compute ops is planned piece by piece."""
+"""For one arrangement of failures, as counted steps stand for them; most need a hundredth of it."""
 
 
 class Throughputs:
@@ -56,16 +38,12 @@ class Throughputs:
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
-        ready(announce)
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
         # Whole stages only: what slices gain at once is little, and hundreds of states are planned.
-        self._options = PlanOptions(method="greedy", time_limit=plan_seconds, slices=False)
-        self._windows: dict[int, Windows] = {}
-        problem = self._options.problem(self.job)
-        self._tick_seconds = problem.tick_seconds
-        self._classes = pipeline_classes(problem.grid, problem.times, problem.memory)
+        self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
+        self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
@@ -73,7 +51,6 @@ class Throughputs:
         self._settled = SettledPlans(self.job, announce, settle_seconds)
         self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
-        self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
         self._one_f_one_b: dict[int, float] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -95,21 +72,34 @@ class Throughputs:
         return self._planned[down]
 
     def in_place(self, down: DownByStage) -> float:
-        """By this planner's schedule, or by 1F1B on the pipelines that are whole, where that is faster."""
+        """By this planner's schedule, or by 1F1B on the pipelines that are whole, where that is faster.
+
+        Never faster than with all workers alive: what the search finds for fewer by chance is not counted.
+        """
         if down not in self._in_place:
-            self._in_place[down] = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
+            found = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
+            self._in_place[down] = min(found, self.in_place((0,) * self.job.stages)) if any(down) else found
         return self._in_place[down]
 
     def settled(self, failures: int, slow: Slow = NONE_SLOW) -> tuple[float, float]:
         """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
 
-        `slow` are others that are slow. (0.0, 0.0) where no plan exists.
+        `slow` are others that are slow. (0.0, 0.0) where no plan exists. Never faster than with all workers alive and
+        as fast as usual, where layers may move, too.
         """
         key = failures, slow
         if key not in self._settled_rates:
             found = self._settled.answer(failures, slow)
-            self._settled_rates[key] = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+            rate, moved = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+            if key != (0, NONE_SLOW):
+                rate = min(rate, self.whole)
+            self._settled_rates[key] = rate, moved
         return self._settled_rates[key]
+
+    @property
+    def whole(self) -> float:
+        """The best of this planner with all workers alive, layers in place or moved."""
+        return max(self.in_place((0,) * self.job.stages), self.settled(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
@@ -124,10 +114,11 @@ class Throughputs:
         if failures > self.workers - self.job.stages:
             return None
         in_table = [down for down in self._table if sum(down) == failures]
-        ranked = self._windows_of(self._affected_part(failures)).distributions(failures)
+        windows = self._periods.windows(failures)
+        ranked = windows.distributions(failures)
         even = spread_over_stages(failures, self.job.stages)
         choices = dict.fromkeys([*in_table, *(counts for *_, counts in ranked), even])
-        most = self.samples / (ranked[0][0] * self._tick_seconds) if ranked else math.inf
+        most = self.samples / (ranked[0][0] * windows.tick_seconds) if ranked else math.inf
         best, rate = None, 0.0
         for down in choices:
             if self.planned(down) > rate:
@@ -142,63 +133,26 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
-        best = math.inf
-        for problem in self._problems(down, self._options):
-            best = min(best, self._period_of(problem, self._search) * problem.tick_seconds)
-            if best <= lower_bound(problem) * problem.tick_seconds:
-                return best
+        found, is_best = self._apart(down, self.planned), False
+        if found == math.inf:
+            found, is_best = self._periods.planned(down)
         # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
-        return min(best, self.samples / self.round_robin(down))
+        return found if is_best else min(found, self.samples / self.round_robin(down))
 
-    def _affected_part(self, failures: int) -> Job:
-        """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
+    def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
+        """The period of a large job with peers of its own for each failure, in seconds; infinite where there are too
+        few, or where another arrangement may have a shorter one.
 
-        With f (M + 1) pipelines, one more micro-batch for each peer is all the work of f broken ones.
+        Each failure is planned in a part of the job, alone there; so what counts is the slowest of the parts, and of
+        the pipelines that are whole. Nothing is shorter than the bound of one of these failures, which it has to meet.
         """
-        count = self.job.microbatches[0]
-        enough = failures * (count + 1) + 1
-        if enough >= self.job.pipelines or len(set(self.job.microbatches)) > 1:
-            return self.job
-        return msgspec.structs.replace(self.job, pipelines=enough, microbatches=(count,) * enough)
-
-    def _windows_of(self, job: Job) -> Windows:
-        return self._windows.setdefault(job.pipelines, Windows(job, self._options))
-
-    def _search(self, problem: Problem) -> Pieces:
-        """Plan with the list schedulers, for a short time."""
-        # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
-        clock = self._options.clock()
-        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock)).pieces
-
-    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
-        """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""
-        if problem.operations <= LARGE:
-            return assemble.period(problem, solver(problem))
-        return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
-
-    def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
-        key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
-        if key not in self._pieces:
-            self._pieces[key] = assemble.period(problem, solver(problem))
-        return self._pieces[key]
-
-    def _problems(self, down: DownByStage, options: PlanOptions) -> Sequence[Problem]:
-        """One problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
-
-        For a large job those in the smallest pieces come first, and only the first may have pieces that are large.
-        """
-        distinct: dict[Pattern, Problem] = {}
-        job = self._affected_part(sum(down))
-        for failed in arrangements(job, self._windows_of(job), down) if any(down) else [()]:
-            pattern = pattern_of(failed, self._classes)
-            if pattern not in distinct:
-                distinct[pattern] = options.problem(job, failed)
-        problems = list(distinct.values())
-        if problems[0].operations <= LARGE:
-            return problems
-        largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
-        ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
-        return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
+        job, failures, periods = self.job, sum(down), self._periods
+        if failures < 2 or not periods.is_large or periods.affected(failures).pipelines == job.pipelines:
+            return math.inf
+        columns = [column for column, count in enumerate(down) if count]
+        parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
+        period, windows = self.samples / min(rate(part) for part in ((0,) * job.stages, *parts)), periods.windows(1)
+        return period if period <= windows.seconds(max(windows.bound(column, 1) for column in columns)) else math.inf
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
@@ -221,15 +175,10 @@ class Throughputs:
         return self._round_robin[key]
 
     def _round_robin_period(self, down: DownByStage, backward: BackwardMode, optimizer: OptimizerMode) -> float:
-        if any(count >= self.job.pipelines for count in down):
-            return math.inf
-        options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
-        best = math.inf
-        for problem in self._problems(down, options):
-            best = min(best, self._period_of(problem, round_robin) * problem.tick_seconds)
-            if best <= lower_bound(problem) * problem.tick_seconds:
-                break
-        return best
+        if (backward, optimizer) == ("split", "staggered") and (best := self._apart(down, self.recycle)) < math.inf:
+            return best
+        return self._periods.round_robin(down, msgspec.structs.replace(self._options, backward=backward,
+                                                                       optimizer=optimizer))
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
@@ -246,9 +195,7 @@ class Throughputs:
         counts = self.job.microbatches if pipelines == self.job.pipelines else \
             tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
         # Pipelines wait for each other only at the end: one with the most micro-batches stands for all.
-        job = msgspec.structs.replace(self.job, pipelines=1, microbatches=(max(counts),))
-        problem = PlanOptions(method="1f1b").problem(job)
-        return solution_period(problem, one_f_one_b(problem)) * problem.tick_seconds
+        return self._periods.one_f_one_b(max(counts))
 
     # --- Reference ---------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,19 @@ stdout carries the answer (with --json exactly one JSON object), stderr everythi
 no; 2: bad input.
 """
 
+import contextlib
 import difflib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleOptions
+from rich.rule import Rule
 
 
 class _StandardError(Console):
@@ -45,6 +49,10 @@ class _StandardOutput(Console):
         """As Rich's own."""
         super().print(*objects, **{"crop": self._folds, **how})
 
+    def rule(self, title: Any = "", **how: Any) -> None:
+        """As Rich's own, but never wider than a usual terminal."""
+        self.print(Rule(title, **how), width=self.width)
+
 
 UNFOLDED_COLUMNS = 10_000
 out = _StandardOutput(markup=False, highlight=False)
@@ -74,8 +82,18 @@ def printable(text: str) -> str:
 
 
 def complain(message: object) -> None:
-    """Print a line in red on stderr, after the program's name."""
-    err.print(printable(f"slipstream: {message}"), style="red", soft_wrap=True)
+    """Print a line in red on stderr, after the program's name.
+
+    Under torchrun, its agent repeats the line at the end of what it prints, as the cause: it looks for it in this file
+    (`torch.distributed.elastic.multiprocessing.errors`).
+    """
+    line = printable(f"slipstream: {message}")
+    err.print(line, style="red", soft_wrap=True)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        said = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(said))
 
 
 def refuse(message: object) -> NoReturn:

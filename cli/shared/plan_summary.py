@@ -33,7 +33,7 @@ def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) ->
     schedule = made.schedule
     proof = "proven optimal" if schedule.status == "optimal" else \
         f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
-    return [f"period {duration(made.period)}, {proof}",
+    return [f"period {duration(made.period)}, {proof} {schedule.scope.words}",
             _kept(made) if schedule.failed else f"workers are busy {1 - bubble_share(schedule):.1%} of the time",
             "; ".join([f"limited by {_limit(made, others)}", *_best(made, others, options)])]
 

@@ -92,7 +92,7 @@ def headline(run: RunRecord) -> str:
     failures = sum(isinstance(one.event, Failed) for one in run.events)
     return printable(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "
                      f"{clock(run.seconds)}") + (f" · {mean:.4g} samples/s" if mean else "") \
-        + f" · {newest.workers} workers · {failures} failures"
+        + f" · {newest.workers} workers · {failures} failure{'s' * (failures != 1)}"
 
 
 def print_run(run: RunRecord, console: Console) -> None:

@@ -35,6 +35,7 @@ def summary(schedule: Schedule) -> dict[str, object]:
         "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
         "gap": schedule.gap,
         "status": schedule.status,
+        "bound_scope": schedule.scope,
         "method": schedule.method,
         "backward": schedule.backward,
         "optimizer": schedule.optimizer,
@@ -53,7 +54,7 @@ def summary_line(schedule: Schedule) -> str:
     """The summary as one line."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
-        parts.append("proven optimal")
+        parts.append(f"proven optimal {schedule.scope.words}")
     else:
         parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {schedule.gap:.2%}")
     parts.append(f"bubbles {bubble_share(schedule):.1%}")

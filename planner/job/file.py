@@ -236,8 +236,8 @@ def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
     if isinstance(order, list):
         columns = tuple(count("placement.order", column, 0, stages - 1) for column in order)
         if sorted(columns) != sorted(list(range(stages)) * chunks):
-            raise JobError(f"placement.order is {shortened(order)}; expected each of the {stages} columns {chunks} "
-                           "times (chunks)")
+            raise JobError(f"placement.order is {shortened(order)}; expected each of the {stages} columns "
+                           f"{'once' if chunks == 1 else f'{chunks} times'} (chunks = {chunks})")
         return columns, 1
     if order == "bidirectional":
         if given or stages % 2:

@@ -121,5 +121,6 @@ def _repeated(path: str, value: object, length: int, per: str, read: Callable[[s
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
-        raise JobError(f"{path} has {len(value)} values; expected {length}, one per {per}, or a single number")
+        raise JobError(f"{path} has {len(value)} value{'s' * (len(value) != 1)}; expected {length}, one per {per}, or "
+                       "a single number")
     return tuple(read(f"{path}[{index}]", item) for index, item in enumerate(value))

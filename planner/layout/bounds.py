@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.layout.parts import parts_of
 from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import Scope, Worker
 
 Unavailable = Callable[[Worker], int]
 """Ticks of every period in which a worker runs no F, I or W, if it runs any."""
@@ -32,9 +33,12 @@ def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
     return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
 
 
-def period_bound(problem: LayoutProblem) -> int:
+def period_bound(problem: LayoutProblem) -> Bound:
     """The best bound known: `cell_bound`, or where layers stay where they are, `fixed_bound`; at least `work_bound`."""
-    return max(work_bound(problem), cell_bound(problem) if problem.layers == "move" else fixed_bound(problem))
+    moving = problem.layers == "move"
+    return Bound(max(work_bound(problem), cell_bound(problem) if moving else fixed_bound(problem)),
+                 Scope.LAYERS if moving else Scope.PLACE if problem.sliced else Scope.STAGES,
+                 "the work of all layers that workers share")
 
 
 def cell_bound(problem: LayoutProblem) -> int:

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.layout.types import MicroBatch
 from slipstream.planner.model import start_times
 from slipstream.planner.model.arrays import Ints, ProblemArrays
 from slipstream.planner.model.decompose import NOBODY, Piece, undivided
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
-from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
+from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
@@ -85,9 +86,9 @@ def _period(timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
     return max(start_times.period(one.arrays, one.start, last) for one in timed)
 
 
-def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
-                   method: str, deadlines: Sequence[int] | None = None) -> Schedule:
-    """The schedule of a solution, or of those of all pieces, with its period and proven bound; see `align`."""
+def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
+                   bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
+    """The schedule of a solution, or of those of all pieces, with its period and the bound proven; see `align`."""
     if isinstance(solved, Solution):
         solved = [(undivided(problem), solved)]
     timed = align(problem, solved, deadlines)
@@ -99,13 +100,13 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
     for one in timed:
         programs |= _programs(one, closing)
     ticks = _period(timed, last)
-    status: Status = "optimal" if ticks <= lower_bound else "feasible"
     seats, stored = _share(problem, programs)
+    bound = bound or Bound(0, problem.scope)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
                     slices=problem.slices, times=problem.times, memory=problem.memory,
                     backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
-                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=lower_bound, status=status,
-                    method=method)
+                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=bound.ticks,
+                    status="optimal" if ticks <= bound.ticks else "feasible", method=method, bound_scope=bound.scope)
 
 
 def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:

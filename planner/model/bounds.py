@@ -11,27 +11,28 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.drain import Room, most_left
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.shared_bounds import Named, shared_bounds
-from slipstream.schedules.schedule import OpKind
+from slipstream.schedules.schedule import OpKind, Scope
 
 
 def lower_bound(problem: Problem) -> int:
     """The best proven lower bound on the period, in ticks."""
-    return strongest_bound(problem)[0]
+    return strongest_bound(problem).ticks
 
 
-def strongest_bound(problem: Problem) -> tuple[int, str]:
-    """The best proven lower bound on the period, in whole ticks, and in words what it counts."""
+def strongest_bound(problem: Problem) -> Bound:
+    """The best proven lower bound on the period, for the question that the problem asks."""
+    if problem.routes is not None:
+        return problem.least or Bound(0, Scope.LAYERS)
     ticks, counts = exact_bound(problem)
-    return (math.floor if problem.sliced else math.ceil)(ticks), counts
+    return Bound((math.floor if problem.sliced else math.ceil)(ticks), problem.scope, counts)
 
 
 def exact_bound(problem: Problem) -> Named:
     """The same, exactly: the times of schedules with slices need not be whole numbers of the problem's ticks."""
-    if problem.routes is not None:
-        return Fraction(problem.least), "the work of all layers that workers share"
     if problem.sharing:
         return max(shared_bounds(problem), key=lambda bound: bound[0])
     stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.shared_state import with_shared_state
@@ -69,7 +70,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
 
 
 def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",
-                      optimizer: OptimizerMode = "staggered", least: int = 0) -> Problem:
+                      optimizer: OptimizerMode = "staggered", least: Bound | None = None) -> Problem:
     """The problem of a layout: who holds what and the routes are given, the order in time is open.
 
     In ticks that are fine enough for single layers; `least` is a bound in these. Raises JobError where a stage has no

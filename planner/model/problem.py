@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch
 from slipstream.planner.model.unions import joined
 from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.layers import LayerRange, total
-from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, Worker
+from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Scope, Times, Worker
 
 
 class NoPlanError(NoScheduleError):
@@ -65,8 +66,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Those beside the stages, which have the next numbers."""
     routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
     """The slices that each micro-batch passes, in order; None: the stages of its chain."""
-    least: int = 0
-    """With routes: no period is shorter, whatever the layout; in ticks."""
+    least: Bound | None = None
+    """With routes: no period is shorter, whatever the layout."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
@@ -214,6 +215,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         same = self.column_of[stage] == self.column_of[stage + 1]
         # With several chains, a worker holds layers of both directions, which may follow each other.
         return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+
+    @property
+    def scope(self) -> Scope:
+        """The question that the problem asks, without routes."""
+        return Scope.OWN if not self.sharing else Scope.PLACE if self.sliced else Scope.STAGES
 
     @property
     def sliced(self) -> bool:

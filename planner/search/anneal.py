@@ -17,7 +17,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
            cycles: int | None = None) -> Incumbent:
     """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
     begin = params.begin_seconds * known.operations
-    if budget.end(known.period, known.bound, begin):
+    if budget.end(known.period, known.bound.ticks, begin):
         return known
     from slipstream.planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 
@@ -29,10 +29,10 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
         made = known.with_solutions(done.solutions, periods, done.deadlines)
         if made.period < best.period:
             best = made
-            period, least = (ticks * known.problem.tick_seconds for ticks in (made.period, known.bound))
+            period, least = (ticks * known.problem.tick_seconds for ticks in (made.period, known.bound.ticks))
             budget.progress.found("annealing", period, least)
 
-    done = anneal_pieces(problems, known.solutions, known.bound, budget, params, cycles, tell)
+    done = anneal_pieces(problems, known.solutions, known.bound.ticks, budget, params, cycles, tell)
     tell(done)
     effort = AnnealingEffort(done.steps, done.stale, done.cycles) if done.steps else known.annealing
     return msgspec.structs.replace(best, annealing=effort)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.search.incumbent import Incumbent
@@ -10,8 +11,8 @@ FEW = 2
 """Micro-batches for each stage below which one more of them on a worker delays all of its pipeline's others."""
 
 
-def divided(problem: Problem, ticks: int, counts: str, *, shedding: bool = True, moved: int = 0) -> Incumbent:
-    """The pieces, with a bound that is known. `counts`: what it counts, in words; `moved`: see `Incumbent`.
+def divided(problem: Problem, bound: Bound, *, shedding: bool = True, moved: int = 0) -> Incumbent:
+    """The pieces, with a bound that is known. `moved`: see `Incumbent`.
 
     Where live workers have equal time, each keeps its own micro-batches: a choice of hosts for all of them widens the
     search more than it gains (measured: with it, plans of benchmarks.quality with capacity S were up to 4 % longer).
@@ -20,4 +21,4 @@ def divided(problem: Problem, ticks: int, counts: str, *, shedding: bool = True,
     few = max(problem.grid.microbatches) < FEW * problem.grid.depth
     searched = problem if problem.unequal_time or problem.routes is not None else \
         msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
-    return Incumbent(problem=problem, pieces=decompose(searched), bound=ticks, bound_counts=counts, moved=moved)
+    return Incumbent(problem=problem, pieces=decompose(searched), bound=bound, moved=moved)

@@ -15,8 +15,9 @@ from typing import Literal, get_args
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
 from slipstream.planner.model.problem import NoPlanError, Problem
@@ -31,6 +32,7 @@ from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
 from slipstream.planner.search.proposals import Proposals
 from slipstream.planner.search.prove import provable, prove
+from slipstream.schedules.scope import Scope
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -47,7 +49,7 @@ class Solved(msgspec.Struct, frozen=True):
 
     problem: Problem
     pieces: Sequence[tuple[Piece, Solution]]
-    lower_bound_ticks: int
+    bound: Bound
     deadlines: Sequence[int] | None = None
     """Where all pieces are on one clock: when their compute ops must be done, by column."""
     evidence: Callable[[], str] = str
@@ -76,7 +78,7 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
 def _baseline(problem: Problem, method: Method) -> Solved:
     divide = not problem.failed or problem.operations > LARGEST_BASELINE
     pieces = decompose(problem) if divide else (undivided(problem),)
-    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], lower_bound(problem),
+    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
                   ran=method)
 
 
@@ -127,7 +129,7 @@ class _Engine:
         while any candidate may be better."""
         needs = LITTLE * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._promising()
-        return budget.end(best.period, best.bound, needs) or (budget.clock.end if goes_on else End.STALE)
+        return budget.end(best.period, best.bound.ticks, needs) or (budget.clock.end if goes_on else End.STALE)
 
     @property
     def _best(self) -> Incumbent:
@@ -143,10 +145,10 @@ class _Engine:
     def _evidence(self, known: Incumbent, text: str) -> str:
         """With what the choice of who runs what alone makes of a gap."""
         least = self._least_of(known)
-        if least <= known.bound:
+        if least.ticks <= known.bound.ticks:
             return text
-        return f"{text}; with who runs what as it is here, no order is shorter than " \
-               f"{least * known.problem.tick_seconds:g} s"
+        return f"{text}; {least.scope.words} here, no order is shorter than " \
+               f"{least.ticks * known.problem.tick_seconds:g} s"
 
     # --- Propose, and order each ---
 
@@ -155,29 +157,31 @@ class _Engine:
 
         It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
-        least = 0 if self._greedy else self._least_of(known, budget.share(self._layouts.bound_share))
-        if known.moved and self._found and least * known.problem.tick_seconds > self._best.seconds:
+        share = budget.share(self._layouts.bound_share)
+        least = Bound(0, Scope.ORDER) if self._greedy else self._least_of(known, share)
+        if known.moved and self._found and least.ticks * known.problem.tick_seconds > self._best.seconds:
             return
-        enough = msgspec.structs.replace(known, bound=max(known.bound, least))
+        enough = msgspec.structs.replace(known, bound=known.bound.narrowed(Scope.ORDER) | least)
         with contextlib.suppress(StuckError):
             steps = 0 if self._proposals.several and not self._greedy else self._params.lists.most_steps
             found = list_schedules(enough, budget, self._params.lists, steps)
             self._found.append(msgspec.structs.replace(found, bound=known.bound, least=least))
 
-    def _least_of(self, known: Incumbent, budget: Budget | None = None) -> int:
+    def _least_of(self, known: Incumbent, budget: Budget | None = None) -> Bound:
         """A bound for the layout of a candidate, to a thousandth if there is time; 0 where none is sought.
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
         """
         if known.operations > self._layouts.largest_bounded or not can_bound(known.problem):
-            return 0
+            return Bound(0, Scope.ORDER)
         hosts = [solution.hosts for solution in known.solutions]
-        high = 2 * known.bound
+        low = known.bound.ticks
+        high = 2 * low
         if known.solutions:
             high = known.period
         elif self._found:
             ticks = self._layouts.beyond * self._best.seconds / known.problem.tick_seconds
-            high = max(known.bound, math.ceil(ticks))
+            high = max(low, math.ceil(ticks))
 
         def over() -> bool:
             if budget is None:
@@ -185,7 +189,7 @@ class _Engine:
             budget.clock.count(BOUND_STEPS_PER_OP * known.operations)
             return budget.seconds <= 0
 
-        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high, over)
+        return Bound(LayoutBound([piece.problem for piece in known.pieces], hosts).period(low, high, over), Scope.ORDER)
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
@@ -269,7 +273,7 @@ class _Engine:
         best = self._best.seconds
         # A bound of its own is known to a thousandth.
         return sorted((known for known in self._found
-                       if known.open and known.period > 1.001 * known.least and known.least_seconds < best),
+                       if known.open and known.period > 1.001 * known.least.ticks and known.least_seconds < best),
                       key=lambda known: known.expected(self._layouts.again))
 
     def _over(self, budget: Budget) -> bool:
@@ -279,6 +283,4 @@ class _Engine:
     def _replace(self, known: Incumbent, better: Incumbent) -> None:
         if better.period > known.period:
             better = msgspec.structs.replace(known, gained=better.gained)
-        if self._proposals.moving:  # CP-SAT proves for layers in place only
-            better = better.with_bound(known.bound, known.bound_counts)
         self._found[self._found.index(known)] = better

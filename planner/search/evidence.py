@@ -12,7 +12,7 @@ FEWEST_CYCLES = 3
 def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
     """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
     """
-    bound = f"the bound counts {known.bound_counts}"
+    bound = f"the bound counts {known.bound.counts}"
     if known.annealing is None or not known.annealing.steps:
         return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
     steps, stale = known.annealing.steps, known.annealing.stale

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.model import assemble
 from slipstream.planner.model.decompose import Piece
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
+from slipstream.schedules.scope import Scope
 
 
 class AnnealingEffort(msgspec.Struct, frozen=True):
@@ -29,10 +31,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     problem: Problem
     pieces: tuple[Piece, ...]
-    bound: int
+    bound: Bound
     """No plan of the whole has a shorter period."""
-    bound_counts: str
-    """What the bound counts, in words."""
     solutions: tuple[Solution, ...] = ()
     """By piece; empty until the list schedules are made."""
     periods: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     annealing: AnnealingEffort | None = None
     moved: int = 0
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
-    least: int = 0
+    least: Bound = Bound(0, Scope.ORDER)
     """No order of its routes has a shorter period (`planner.model.layout_bound`)."""
     gained: float = 0.0
     """Seconds, by annealing in its last turn."""
@@ -57,7 +57,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def least_seconds(self) -> float:
         """What no order of its routes is shorter than."""
-        return self.least * self.problem.tick_seconds
+        return self.least.ticks * self.problem.tick_seconds
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -78,7 +78,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def open(self) -> bool:
         """Whether a better plan may exist."""
-        return self.period > self.bound
+        return self.period > self.bound.ticks
 
     @property
     def longest(self) -> int:
@@ -87,7 +87,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def target(self, index: int) -> int:
         """The period below which a piece need not go: the bound, or those of the others."""
-        return max([self.bound, *self.periods[:index], *self.periods[index + 1:]])
+        return max([self.bound.ticks, *self.periods[:index], *self.periods[index + 1:]])
 
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
@@ -103,7 +103,3 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         solutions[index], periods[index] = solution, period
         found = self.with_solutions(solutions, periods)
         return found if found.period <= self.period else self
-
-    def with_bound(self, bound: int, counts: str) -> "Incumbent":
-        """Another proven bound."""
-        return msgspec.structs.replace(self, bound=bound, bound_counts=counts)

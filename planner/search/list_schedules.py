@@ -49,7 +49,7 @@ def _separate(known: Incumbent) -> bool:
 
 
 def _report(period: int, known: Incumbent, budget: Budget) -> None:
-    ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
+    ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound.ticks))
     budget.progress.found("list scheduler", ticks, bound)
 
 
@@ -61,7 +61,7 @@ def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
-        found[index] = search(problem, max(known.bound, longest), part, params, steps,
+        found[index] = search(problem, max(known.bound.ticks, longest), part, params, steps,
                               lambda period: _report(period, known, budget) if len(order) == 1 else None)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
@@ -74,7 +74,7 @@ def _on_one_clock(known: Incumbent, budget: Budget, params: ListParams, steps: i
     if budget.seconds <= 0:
         return best
     with contextlib.suppress(StuckError):
-        other, ticks = search(best.pieces[0].problem, known.bound, budget, params, steps)
+        other, ticks = search(best.pieces[0].problem, known.bound.ticks, budget, params, steps)
         found = best.with_solutions([other], [ticks])
         if found.period < best.period:
             best = found

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.problem import Problem
@@ -17,10 +18,10 @@ where there is none."""
 class Proposals:
     """Of one question. Alone, a problem is its only candidate."""
 
-    def __init__(self, first: Problem | None, *, bound: tuple[int, str] | None = None, layouts: Layouts | None = None,
+    def __init__(self, first: Problem | None, *, bound: Bound | None = None, layouts: Layouts | None = None,
                  units: int = 0, moving: bool = False) -> None:
-        """`first`: with layers in place; None where that has no plan. `bound`: in its ticks, and what it counts, where
-        it must hold for the `layouts`, too. `units`: micro-batches at stages. `moving`: whether layers may move."""
+        """`first`: with layers in place; None where that has no plan. `bound`: in its ticks, where it must hold for the
+        `layouts`, too. `units`: micro-batches at stages. `moving`: whether layers may move."""
         self.first, self.units, self.moving = first, units, moving
         self._bound, self._layouts = bound, layouts
 
@@ -33,7 +34,7 @@ class Proposals:
         """The problem with layers in place, its pieces and the bound, without solutions."""
         if self.first is None:
             return None
-        return divided(self.first, *(self._bound or strongest_bound(self.first)), shedding=shedding)
+        return divided(self.first, self._bound or strongest_bound(self.first), shedding=shedding)
 
     def layouts(self, budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         """The others."""

@@ -2,10 +2,12 @@
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.params import CpSatParams
 from slipstream.planner.search.incumbent import Incumbent
+from slipstream.schedules.scope import Scope
 
 
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
@@ -29,20 +31,19 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
 
     def report(ticks: int) -> None:
         if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
-            budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound * problem.tick_seconds)
+            budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound.ticks * problem.tick_seconds)
 
     result = improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
     budget.tally.add("CP-SAT: from the best plan", helped=int(result.period_ticks < period))
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)
-    whole = len(known.pieces) == 1 and problem.sharing and not any(count != 1 for count in problem.parts)
-    alone = len(known.pieces) == 1 or not problem.failed
-    if target == known.bound and (whole if known.problem.sharing else alone):
-        # Without sharing, its workers in any plan of the whole run a plan of this piece, if the ops of others are left
-        # out. With sharing, others might help them; and what might be cut is not proven by whole micro-batches.
-        better = result.lower_bound_ticks > known.bound
-        found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
+    proven = Bound(result.lower_bound_ticks, Scope.STAGES if problem.sharing else Scope.OWN, "what CP-SAT proved")
+    # Its workers in any plan of the whole run a plan of this piece, if the ops of others are left out. Unless some of
+    # theirs might go to workers of other pieces.
+    alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
+    if proven.scope is known.bound.scope and target == known.bound.ticks and alone:
+        found = msgspec.structs.replace(found, bound=known.bound | proven)
     return found
 
 

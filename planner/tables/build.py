@@ -17,7 +17,7 @@ import msgspec
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive
+from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.progress import CountCallback
@@ -209,7 +209,7 @@ class EntryPlanner:
         self._job = job
         self._options = options
         self._basis = basis
-        self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, Windows(job, options))}
+        self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, windows_of(job, options))}
         """The job, and that without each slow worker that is down in some entry."""
 
     def __call__(self, task: EntryTask) -> Part:
@@ -239,5 +239,5 @@ class EntryPlanner:
         speed."""
         if slow not in self._alive:
             job = slow_while_alive(self._job, [slow] if slow else [])
-            self._alive[slow] = job, Windows(job, self._options)
+            self._alive[slow] = job, windows_of(job, self._options)
         return self._alive[slow]

@@ -56,9 +56,7 @@ def _taken_over(own: Part, source: Part) -> Part | None:
     tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
     lower = own.entry.lower_bound_ticks if tick == 1 else math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
     bound = min(schedule.period_ticks, lower)
-    status = "optimal" if bound == schedule.period_ticks else "feasible"
-    return make_part(own.basis, own.entry.key,
-                     msgspec.structs.replace(schedule, lower_bound_ticks=bound, status=status), moved)
+    return make_part(own.basis, own.entry.key, schedule.with_bound(bound, own.entry.bound_scope), moved)
 
 
 def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:

@@ -53,6 +53,8 @@ class CommitLog:
         """Of the last committed iteration, before clipping; None: it was not finite."""
         self.evaluation: float | None = None
         """The loss of validation data after the last committed iteration; None: they were not looked at."""
+        self.cost_error: float | None = None
+        """How far costs of samples were from what ops took in the last committed iteration; None: none are known."""
         self.losses: list[float] = []
         """Of the committed iterations of this run."""
         self.digests: dict[str, str] = {}
@@ -171,6 +173,9 @@ class CommitLog:
         self.gradient_norm = None if None in squares else math.sqrt(math.fsum(filter(None, squares)))
         losses = [part.evaluation for part in parts]
         self.evaluation = None if None in losses else sum(filter(None, losses))
+        misfits = [(one.number, one.misfit) for part in parts for one in part.times if one.misfit is not None]
+        self.cost_error = math.sqrt(sum(number * misfit**2 for number, misfit in misfits)
+                                    / sum(number for number, _ in misfits)) if misfits else None
         self._windows[iteration] = max(part.window_seconds for part in parts)
         self._windows.pop(iteration - MOST_WINDOWS, None)
         if all(part.ops for part in parts):

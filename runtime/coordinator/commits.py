@@ -30,7 +30,7 @@ class Commits:
         log, some = self._log, False
         for iteration, loss in iterations:
             self._losses.write(iteration, loss, log.period_seconds, self._event_log.now(), log.gradient_norm,
-                               log.evaluation)
+                               log.evaluation, log.cost_error)
             if log.evaluation is not None:
                 self._run.notify(f"validation loss {log.evaluation:.6f} after {iteration + 1} iterations")
             self._processes.committed(iteration)

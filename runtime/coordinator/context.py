@@ -4,6 +4,7 @@
 changes it with them.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -88,6 +89,8 @@ class RunState:
     """Where each rank of a worker sends layers from."""
     stand_for: dict[Worker, int] = field(default_factory=dict)
     """For how many ranks each process does of a worker."""
+    contents: dict[Worker, deque[str]] = field(default_factory=dict)
+    """By their digests, the contents of schedules that each worker has."""
 
     @property
     def grid(self) -> Grid:
@@ -108,6 +111,7 @@ class RunState:
         """A worker takes no part any more."""
         for group in (self.members, self.ready, self.paused, self.finished, self.leaving):
             group.discard(worker)
+        self.contents.pop(worker, None)
         self.holds.pop(worker, None)
         self.kept.pop(worker, None)
 
@@ -134,6 +138,8 @@ class CoordinatorContext:
     domains: FailureDomains
     partition: Partition | None = None
     """How optimizer states are cut, where workers keep parts of them."""
+    whole_schedules: bool = True
+    """Whether workers need the whole of each schedule: to deal or evaluate data by it."""
 
     def lost_layers(self, workers: Collection[Worker]) -> list[int]:
         """The layers that nobody of these has, or of whose optimizer state nobody has all."""
@@ -161,7 +167,7 @@ class CoordinatorContext:
             return plan_moves(self.placement.held_by(schedule), held)
         return self.partition.fetched(schedule, self.state.current, held, self.state.cut_for)
 
-    def tell(self, workers: set[Worker], message: ToWorker) -> None:
+    def tell(self, workers: Collection[Worker], message: ToWorker) -> None:
         """Send to several."""
         for worker in sorted(workers):
             self.send(worker, message)

@@ -62,12 +62,14 @@ class Coordinator:
         Which workers fail together.
     partition
         How optimizer states are cut, where workers keep parts of them.
+    whole_schedules
+        Whether workers are sent the whole of each schedule besides.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
                  placement: Placement, checkpoints: CheckpointTimer | None = None, settler: Settler | None = None,
                  listeners: Listeners | None = None, domains: FailureDomains = ALONE,
-                 partition: Partition | None = None) -> None:
+                 partition: Partition | None = None, whole_schedules: bool = True) -> None:
         listeners = listeners or Listeners()
         first = schedules.first
         self._log = log
@@ -82,7 +84,7 @@ class Coordinator:
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,
             checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains,
-            partition=partition)
+            partition=partition, whole_schedules=whole_schedules)
         choice = ScheduleChoice(self._context)
         self._orders = Orders(self._context)
         self._boundary = BoundaryPlanner(self._context, choice)
@@ -155,6 +157,7 @@ class Coordinator:
         self._state.ready.add(report.worker)
         self._state.addresses[report.worker] = report.addresses
         self._state.stand_for[report.worker] = report.stands_for
+        self._state.contents.pop(report.worker, None)
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will.

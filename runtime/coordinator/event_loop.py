@@ -60,7 +60,8 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from slipstream.runtime.protocol.to_worker import EndOrder, ReportStatus
 from slipstream.runtime.replay.placement import Placement
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.parts import Parts, divide
+from slipstream.schedules.schedule import Schedule, Worker
 
 MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""
@@ -93,7 +94,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer, run.with_degraded)
+                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run))
         setup = run.setup
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
@@ -107,12 +108,13 @@ class EventLoop:
             partition=Partition(run.elements, Placement(setup.cuts), setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
-                                went_back=commits.go_back), domains=FailureDomains(setup.failure_domains))
+                                went_back=commits.go_back), domains=FailureDomains(setup.failure_domains),
+            whole_schedules=run.whole_schedules)
         self._take_over = None
         if run.behind is not None:
             last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
             self._take_over = TakeOver(last, setup.first_iteration, run.gone,
-                                       [seat.worker for seat in run.schedule.seats])
+                                       run.schedule.members, tuple(run.schedule.grid.workers()))
             self._coordinator.await_workers_of_another()
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._messages = WorkerMessages(run, log, commits, self._coordinator, self._workers, self.news, self._stall)
@@ -336,6 +338,10 @@ class EventLoop:
             since = max([since, *self._messages.failed_on_purpose(worker)])
             if not self._coordinator.lost(worker, reason, since or time.monotonic()):
                 self.news.note(f"{reason}, before it took part")
+
+
+def _divided(run: Run, schedule: Schedule) -> Parts:
+    return divide(schedule, Placement(run.setup.cuts).ties(schedule, run.shared_layers))
 
 
 def _fail(error: Exception) -> None:

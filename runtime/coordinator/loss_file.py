@@ -58,10 +58,12 @@ class LossFile:
         self._lines.go_back(iteration)
 
     def write(self, iteration: int, loss: float, period_seconds: float | None, at: float,
-              gradient_norm: float | None = None, evaluation: float | None = None) -> None:
+              gradient_norm: float | None = None, evaluation: float | None = None,
+              cost_error: float | None = None) -> None:
         """Enter the next iteration, committed at a time by `EventLog.now`; what else is known of it."""
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
-                         period=None if period_seconds is None else round(period_seconds, 6), time=at)
+                         period=None if period_seconds is None else round(period_seconds, 6), time=at,
+                         cost_error=None if cost_error is None else round(cost_error, 4))
         if self._metrics is not None:
             self._metrics.committed(line, gradient_norm, evaluation)
         self._lines.append(line)

@@ -4,7 +4,7 @@ A line is written when its iteration is committed, before that of the losses. Wh
 coordinator goes on, the lines of iterations that are run again are dropped, so that each iteration has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,22 @@ class Work:
     """Operations of the model in forward and backward (`runtime.model.layers.flops`)."""
     peak_flops: float | None
     """Operations per second of a worker's device, at its best; None: not known."""
+
+
+IterationObserver = Callable[[Metrics], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A sink that is a function."""
+
+    append: IterationObserver
+
+    def go_back(self, iteration: int) -> None:
+        """It is told of them again."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class MetricsRecorder:
@@ -104,14 +120,18 @@ class MetricsRecorder:
 
 
 def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
-                   complain: Complain = silently) -> MetricsRecorder:
+                   complain: Complain = silently, observer: IterationObserver | None = None) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
+
+    An observer is called with each.
 
     Raises OSError, and ConfigError where TensorBoard is not installed.
     """
     recoveries = recoveries_in(out / METRICS)
     shown = [] if tensorboard is None else [TensorBoard(tensorboard, first)]
-    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown], recoveries, complain)
+    told = [] if observer is None else [_Told(observer)]
+    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown, *told], recoveries,
+                           complain)
 
 
 def recoveries_in(path: Path) -> int:

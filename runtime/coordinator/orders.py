@@ -1,5 +1,6 @@
 """Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -9,8 +10,19 @@ from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.events import HandedOver, Joined, OrderGiven
 from slipstream.runtime.model.state.parts import CutFor
-from slipstream.runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
-from slipstream.schedules import codec
+from slipstream.runtime.protocol.to_worker import (
+    KEPT_CONTENTS,
+    NOTHING,
+    Assigned,
+    Content,
+    EndOrder,
+    Finish,
+    LayerMove,
+    Leave,
+    PartMove,
+    Train,
+)
+from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
 Address = tuple[str, int]
@@ -48,15 +60,32 @@ class Orders:
         state.without_microbatches, state.unanswered = _without_microbatches(schedule), []
         state.number += 1
         self._begins(schedule, join if settles else None)
-        text = codec.encode(schedule)
+        text, parts = context.schedules.prepared(schedule)
+        self._assign(parts)
         context.tell(told, Train(
             number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
             part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
-            addresses=self._addresses((*moves, *part_moves)), schedule=msgspec.Raw(text),
+            addresses=self._addresses((*moves, *part_moves)), failed=parts.failed,
+            schedule=msgspec.Raw(text) if context.whole_schedules else NOTHING,
             stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
                             if state.stand_for.get(worker, 1) > 1),
             factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
         self._record(schedule, text, joining, join)
+
+    def _assign(self, parts: Parts) -> None:
+        """Tell each member what it does, and before that, what it needs to know for it and does not yet."""
+        context, state = self._context, self._context.state
+        lacking: dict[str, list[Worker]] = defaultdict(list)
+        for worker, share in parts.shares.items():
+            known = state.contents.setdefault(worker, deque(maxlen=KEPT_CONTENTS))
+            for digest in share.contents:
+                if digest not in known:
+                    known.append(digest)
+                    lacking[digest].append(worker)
+        for digest, workers in lacking.items():
+            context.tell(workers, Content(digest, msgspec.Raw(parts.contents[digest])))
+        for worker, share in parts.shares.items():
+            context.send(worker, Assigned(state.number, share))
 
     def end(self) -> None:
         """Have all members stop where they are."""

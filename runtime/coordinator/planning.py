@@ -13,8 +13,10 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import Phase, PlanAnswered, PlanAsked
+from slipstream.schedules.codec import encode
 from slipstream.schedules.errors import NoScheduleError as NoScheduleError
 from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.parts import Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
@@ -91,6 +93,20 @@ STUCK_SECONDS = 20.0
 """What is planned for longer holds up nothing else: a thread cannot be ended."""
 
 
+class Prepared(NamedTuple):
+    """A schedule as it is given in an order."""
+
+    text: bytes
+    """As a file."""
+    parts: Parts
+    """What each worker is told of it."""
+
+
+MOST_PREPARED = 8
+"""Schedules that are kept prepared: those of the present order, of its join, and of what is decided meanwhile."""
+Divide = Callable[[Schedule], Parts]
+
+
 class ScheduleService:
     """Asks a `Scheduler` for schedules, and keeps the answers until `forget`.
 
@@ -110,12 +126,18 @@ class ScheduleService:
         What to ask where layers have moved, or may move.
     with_degraded
         What to ask while workers go on as half their processes; None: as else.
+    divided
+        What divides schedules among their workers.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
                  events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None,
-                 rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None) -> None:
+                 rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None,
+                 divided: Divide = divide) -> None:
         self.first = first
+        self._divided = divided
+        self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
+        """By the identity of the schedule, which is kept with it."""
         self._finders = Finders(scheduler, at_speeds, rebalancer)
         self._with_degraded = with_degraded
         self.stand_for: Mapping[Worker, int] = {}
@@ -129,6 +151,17 @@ class ScheduleService:
         self._asked: dict[Question, float] = {}
         """What threads are finding schedules for, and since when."""
 
+    def prepared(self, schedule: Schedule) -> Prepared:
+        """A schedule as it is given in an order. What was asked for here was prepared where it was found."""
+        known = self._prepared.pop(id(schedule), None) or (schedule, self._prepare(schedule))
+        self._prepared[id(schedule)] = known
+        while len(self._prepared) > MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        return known[1]
+
+    def _prepare(self, schedule: Schedule) -> Prepared:
+        return Prepared(encode(schedule), self._divided(schedule))
+
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
 
@@ -137,26 +170,25 @@ class ScheduleService:
         """
         if self._as_first(live):
             return self.first
-        return self._fitting(live, self.get(self._down(live)))
+        return self.get(self._down(live))
 
     def at_once(self, held: Held) -> Schedule | None:
         """The schedule for workers that hold these layers, in which none move; None and errors as of `for_workers`."""
         live = [worker for worker, _ in held]
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, held, degraded=self._degraded(live)))
 
     def settled(self, held: Held) -> Schedule | None:
         """The schedule that is the best to come to for workers that hold these layers; None and errors likewise."""
         live = [worker for worker, _ in held]
         if self._as_first(live):
             return self.first
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, held, settled=True,
+                                   degraded=self._degraded(live)))
 
     def from_checkpoint(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order, where all layers are read anew; None and errors likewise."""
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True,
-                                                       degraded=self._degraded(live))))
+        return self._find(Question(self._down(live), self.speeds, from_checkpoint=True,
+                                   degraded=self._degraded(live)))
 
     def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
         """What plans for speeds where workers hold what a schedule gives them, and none of it moves.
@@ -191,12 +223,11 @@ class ScheduleService:
     def _down(self, live: Sequence[Worker]) -> tuple[Worker, ...]:
         return tuple(sorted(set(self.first.grid.workers()) - set(live)))
 
-    def _fitting(self, live: Sequence[Worker], schedule: Schedule | None) -> Schedule | None:
-        if schedule is not None and (schedule.grid != self.first.grid
-                                     or [seat.worker for seat in schedule.seats] != list(live)):
-            down = ", ".join(map(str, self._down(live)))
-            raise RunError(f"the schedule for the failure of {down} is one of another job")
-        return None if schedule is None else without_idle(schedule)
+    def _fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
+        live = [worker for worker in self.first.grid.workers() if worker not in down]
+        if schedule.grid != self.first.grid or list(schedule.members) != live:
+            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+        return schedule
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
         """The schedule for these failures; None: it is being found, call again when `answered` has been called.
@@ -217,7 +248,12 @@ class ScheduleService:
             find = self._finder(question)
             self._asked[question] = time.monotonic()
             self._events.write(PlanAsked(down=question.down, phase=question.phase))
-            in_background(find, partial(self._take, question))
+
+            def work() -> tuple[Schedule, Prepared]:
+                found = without_idle(self._fitting(question.down, find()))
+                return found, self._prepare(found)
+
+            in_background(work, partial(self._take, question))
         return answer
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
@@ -240,7 +276,13 @@ class ScheduleService:
         """Drop all answers."""
         self._answers.clear()
 
-    def _take(self, question: Question, answer: Schedule | BaseException) -> None:
+    def _take(self, question: Question, found: tuple[Schedule, Prepared] | BaseException) -> None:
+        answer: Schedule | BaseException
+        if isinstance(found, BaseException):
+            answer = found
+        else:
+            answer = found[0]
+            self._prepared[id(answer)] = found
         if isinstance(answer, BaseException) and not isinstance(answer, NoScheduleError | RunError):
             answer = NoScheduleError(f"the planner failed: {type(answer).__name__}: {first_line(answer)}")
         self._answers[question] = answer

@@ -59,6 +59,8 @@ class Bounds:
             case Ran() | SpeedMeasured() if not all(one.number > 0 and 0 <= one.seconds < math.inf
                                                     for one in message.times):
                 return "it says that ops take no time that there is"
+            case Ran() if not all(one.misfit is None or 0 <= one.misfit < math.inf for one in message.times):
+                return "it says that ops differ from their costs by what there is not"
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
             case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
@@ -83,7 +85,7 @@ class Bounds:
         assert known is not None
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
-                and _ascending(known.layers, self.setup.cuts[-1]) and set(known.members) <= self.workers
+                and _ascending(known.layers, self.setup.cuts[-1]) and self.workers.issuperset(known.failed)
                 and self._may_keep(known.kept) and (known.validated is None or _known(known.validated, iterations)))
 
 

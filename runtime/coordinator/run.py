@@ -1,6 +1,6 @@
 """What the coordinator is given: the run as its launcher has set it up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class Run:
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()
     """What is sent of each layer of the model."""
+    shared_layers: Sequence[Collection[int]] = ()
+    """The layers of the model that have a parameter together, group by group (`runtime.model.layers.sharing`)."""
+    whole_schedules: bool = False
+    """Whether workers deal or evaluate data by the whole of each schedule."""
     elements: Sequence[Elements] = ()
     """Of each layer of the model: how many are trained, where workers keep parts of layers' optimizer states."""
     notify: Notify = field(default=lambda _: None)

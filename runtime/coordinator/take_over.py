@@ -60,13 +60,17 @@ class TakeOver:
         Workers that have died with the last coordinator.
     expected
         Those that are waited for where no order has been given.
+    grid
+        All workers of the job.
     """
 
-    def __init__(self, last: int | None, first: int, gone: Collection[Worker], expected: Collection[Worker]) -> None:
+    def __init__(self, last: int | None, first: int, gone: Collection[Worker], expected: Collection[Worker],
+                 grid: Collection[Worker]) -> None:
         self._last = last
         self._first = first
         self._gone = frozenset(gone)
         self._expected = frozenset(expected)
+        self._grid = frozenset(grid)
         self._known: dict[Worker, Known] = {}
         self._began = time.monotonic()
         self._found: float | None = None
@@ -81,11 +85,13 @@ class TakeOver:
         self._known.pop(worker, None)
 
     @property
-    def missing(self) -> set[Worker]:
+    def missing(self) -> frozenset[Worker]:
         """Members of the last order that have not come."""
         number = self._number
-        members = next((known.members for known in self._known.values() if known.order == number), ())
-        return set(members if number else self._expected) - self._known.keys()
+        if not number:
+            return self._expected - self._known.keys()
+        failed = next(known.failed for known in self._known.values() if known.order == number)
+        return self._grid.difference(failed, self._known)
 
     @property
     def _number(self) -> int:

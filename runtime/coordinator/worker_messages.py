@@ -109,5 +109,5 @@ class WorkerMessages:
     def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)
         if len(self._corpora) > 1:
-            raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
-                                 "every node the same training.text")
+            raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts, or "
+                                 "know other costs of samples; give every node the same [training] and data")

@@ -17,6 +17,7 @@ COORDINATOR_TIMEOUT_SECONDS = 60.0
 
 
 HUGGING_FACE = "slipstream.runtime.model.layers.hugging_face.model"
+TORCHTITAN = "slipstream.runtime.model.layers.torchtitan.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         environment. A worker that comes back appends to its log."""
         return ProcessSpec(process_name(self.worker, self.rank, self.without), "slipstream.runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
-                           imports=() if self.settings.config.model.hugging_face is None else (HUGGING_FACE,))
+                           imports=self._imports)
+
+    @property
+    def _imports(self) -> tuple[str, ...]:
+        """What takes seconds to import, and is imported once for all."""
+        model = self.settings.config.model
+        return (*((HUGGING_FACE,) if model.hugging_face is not None else ()),
+                *((TORCHTITAN,) if model.torchtitan is not None else ()))
 
     @property
     def log(self) -> Path:

@@ -50,8 +50,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
     order: int
     """The last that it has followed."""
-    members: tuple[Worker, ...]
-    """Who took part in that."""
+    failed: tuple[Worker, ...]
+    """The workers of the grid that took no part in that."""
     iteration: int
     """The last that it has stepped, or may have: it can go back by this one, but not beyond `begun`."""
     layers: tuple[LayerRange, ...]

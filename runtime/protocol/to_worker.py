@@ -10,6 +10,7 @@ import msgspec
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.parts import Share
 from slipstream.schedules.schedule import Worker
 
 
@@ -41,18 +42,41 @@ class PartMove(msgspec.Struct, frozen=True, array_like=True, order=True):
     """With the optimizer's state, else parameters alone."""
 
 
+NOTHING = msgspec.Raw(b"null")
+KEPT_CONTENTS = 64
+"""A worker keeps so many contents, the last ones to come; its coordinator knows which these are."""
+
+
+class Content(msgspec.Struct, frozen=True, tag=True):
+    """What a worker must know of a schedule, and does not yet (`schedules.parts`). Sent before the `Assigned` that
+    names it."""
+
+    digest: str
+    data: msgspec.Raw
+
+
+class Assigned(msgspec.Struct, frozen=True, tag=True):
+    """What a member does in an order. Sent before its `Train`."""
+
+    order: int
+    share: Share
+
+
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An order: run iterations by a schedule, until the last one or until told otherwise.
 
     Sent to all members and all workers that want to join, when all are ready for the first time and whenever members
-    change. Members start a generation (`runtime.worker.generation`); a worker that is not in the schedule drops what it
-    has fetched.
+    change. Members have been sent what they do in it (`Assigned`), and start a generation
+    (`runtime.worker.generation`); another worker drops what it has fetched.
     """
 
     number: int
     first_iteration: int
     """The iterations before it are committed."""
-    schedule: msgspec.Raw
+    failed: tuple[Worker, ...] = ()
+    """The workers of the grid that take no part; all others do."""
+    schedule: msgspec.Raw = NOTHING
+    """The whole schedule, in runs that deal or evaluate data by it; else null."""
     moves: tuple[LayerMove, ...] = ()
     """Made before the first op, while all wait."""
     part_moves: tuple[PartMove, ...] = ()
@@ -71,6 +95,11 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
     """Where layers were lost, and the run goes back: drop all layers, and read these, of each member that can read
     them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether there is a whole schedule."""
+        return bytes(self.schedule) != bytes(NOTHING)
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -147,7 +176,7 @@ class MeasureSpeed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Train | Finish
-ToWorker = (Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus | ReportCheckpoints
-            | MeasureSpeed)
+ToWorker = (Setup | Content | Assigned | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
+            | ReportCheckpoints | MeasureSpeed)
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.sockets import Sockets, cut, open_sockets
 from slipstream.runtime.replay.transfers import TIMEOUT
-from slipstream.runtime.torch_private import GlooDevice, Group, Store, gloo_device, gloo_group
+from slipstream.runtime.torch_private import GlooDevice, Group, Store, gloo_devices, gloo_group
 
 
 class Meeting(NamedTuple):
@@ -46,6 +46,9 @@ class Backend(Protocol):
     def lost(self, group: Group) -> str | None:
         """Why a group cannot be used any more, here or at its other members; None where it can."""
 
+    def over(self, groups: Collection[Group]) -> bool:
+        """Whether nothing that was begun in these groups changes a tensor any more."""
+
     def close(self, groups: Collection[Group]) -> None:
         """Nobody uses these groups any more."""
 
@@ -61,7 +64,7 @@ class Gloo:
     ordered = False
 
     def __init__(self) -> None:
-        self._device: GlooDevice | None = None
+        self._devices: list[GlooDevice] = []
         self._spared: Callable[[], Sockets] = frozenset
         self._before: Sockets | None = None
         """What was open when groups began to be made; None while none are."""
@@ -73,14 +76,14 @@ class Gloo:
     def begin(self, spared: Callable[[], Sockets]) -> None:
         """See `Backend`."""
         self._spared, self._before = spared, open_sockets()
-        if self._device is None:
+        if not self._devices:
             self._sockets = frozenset()
 
     def group(self, meeting: Meeting) -> Group:
         """See `Backend`."""
         aborts = self._aborts
-        self._device = self._device or gloo_device()
-        group = gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._device)
+        self._devices = self._devices or gloo_devices()
+        group = gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._devices)
         if aborts == self._aborts:
             self._alive.add(id(group))
         return group
@@ -96,7 +99,7 @@ class Gloo:
     def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
         """See `Backend`."""
         self._aborts += 1
-        self._device, self._alive = None, set()
+        self._devices, self._alive = [], set()
         self.cut()
 
     def cut(self) -> None:
@@ -107,6 +110,10 @@ class Gloo:
     def lost(self, group: Group) -> str | None:
         """See `Backend`."""
         return None if id(group) in self._alive else "its connections were shut"
+
+    def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
+        """It is once their sockets are shut."""
+        return True
 
     def close(self, groups: Collection[Group]) -> None:
         """Connections close when the last reference to a group is gone."""

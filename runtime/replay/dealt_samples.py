@@ -5,55 +5,148 @@ whole numbers. The samples of an iteration are those that it always has; what be
 its dropout and its weight in the loss, goes with it to whoever runs it.
 """
 
+import hashlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
+from typing import NamedTuple
 
-from slipstream.runtime.config import ConfigError, TrainingConfig
-from slipstream.runtime.model.data.data import Data, knows_costs
+import msgspec
+import numpy as np
+
+from slipstream.runtime.config import ConfigError, LengthCosts, TrainingConfig
+from slipstream.runtime.model.data.data import Data, knows_costs, knows_lengths
 from slipstream.runtime.model.data.loss_weights import tokens_of
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
-from slipstream.schedules.dealing import CostError, Dealer, require_costs
-from slipstream.schedules.schedule import Schedule
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.dealing import CostError, Costs, Dealer, costs_by_stage, require_costs
+from slipstream.schedules.dealing.arrays import COSTS
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
+
+CostsOf = Callable[[int], object]
+"""Of an iteration: `schedules.dealing.Costs`, if they are right."""
 
 
-def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig) -> None:
+def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[LayerRange]) -> CostsOf | None:
+    """What tells the costs of an iteration's samples: the data, or the lengths of their documents. None: nothing does,
+    or samples are not to be dealt.
+
+    `layers_by_stage`: the model's layers of each stage.
+    """
+    if training.deal_swaps == 0:
+        return None
+    if knows_costs(data):
+        return data.costs  # type: ignore[attr-defined, no-any-return]
+    if not knows_lengths(data) or training.length_costs is None:
+        return None
+    coefficients = np.array([_of_stage(training.length_costs, one) for one in layers_by_stage])
+
+    def costs(iteration: int) -> Costs:
+        return costs_by_stage(data.lengths(iteration), coefficients)  # type: ignore[attr-defined]
+
+    return costs
+
+
+def first_costs(data: Data, training: TrainingConfig, layers: LayerRange, iteration: int) -> dict[OpKind, float] | None:
+    """How many times as long as usual ops on these layers take with the first sample of an iteration; None: it is not
+    known. Where data tell costs by stage, it is the mean of stages."""
+    costs = costs_known(data, training, [layers])
+    if costs is None:
+        return None
+    forward, inputs, weights = np.asarray(costs(iteration), np.float64)[0].reshape(-1, len(COSTS)).mean(axis=0).tolist()
+    found = {OpKind.F: forward, OpKind.I: inputs, OpKind.W: weights, OpKind.B: (inputs + weights) / 2}
+    return {kind: cost or 1.0 for kind, cost in found.items()}
+
+
+def stage_layers(grid: Grid, placement: Placement) -> list[LayerRange]:
+    """The model's layers of each stage of a chain."""
+    return [placement.range_of(grid.layers_of(stage)) for stage in range(grid.depth)]
+
+
+def costs_digest(data: Data, training: TrainingConfig) -> str:
+    """A text that differs where workers would deal otherwise: all that train together must agree on it."""
+    found = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
+    if training.deal_swaps and knows_costs(data):
+        try:
+            costs = np.asarray(data.costs(0), np.float64)  # type: ignore[attr-defined]
+            found.update(np.rint(costs * 1e6).astype(np.int64).tobytes())
+        except (TypeError, ValueError):
+            pass  # refused elsewhere
+    return found.hexdigest()
+
+
+def require_known_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
     """Raises ConfigError where what data tell of their first iteration cannot be: costs, or tokens that are asked for.
     """
     samples = schedule.grid.total_microbatches
-    if training.deal_swaps > 0 and knows_costs(data):
+    if training.length_costs is not None and len(training.length_costs.forward) != placement.layers:
+        raise ConfigError(f"training.length_costs is of {len(training.length_costs.forward)} layers; the model has "
+                          f"{placement.layers}: `slipstream profile` measures them")
+    costs = costs_known(data, training, stage_layers(schedule.grid, placement))
+    if costs is not None:
         try:
-            require_costs(data.costs(0), samples, schedule.grid.depth)  # type: ignore[attr-defined]
+            require_costs(costs(0), samples, schedule.grid.depth)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration 0: {error}") from None
     if training.loss_weights == "tokens":
         tokens_of(data, 0, samples)
 
 
+class _Iteration(NamedTuple):
+    """Its samples, by the number of each name; and what they cost, [samples, slices, 3]."""
+
+    sample: list[int]
+    by_slice: Costs
+
+
 class DealtSamples:
-    """The samples of a schedule's names, by the costs that data know of them; without costs, each has its own name.
+    """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
     A thread of its own computes an iteration while the one before is run.
     """
 
-    def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig) -> None:
-        self._data, self._training = data, training
+    def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement) -> None:
+        self._training = training
         self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
                      for index in range(count)]
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
-        self._ahead: tuple[int, Future[list[int]]] | None = None
-        self._now: tuple[int, list[int]] | None = None
-        deals = training.deal_swaps > 0 and knows_costs(data)
-        self._pool = ThreadPoolExecutor(1, "dealing") if deals else None
+        self._schedule = schedule
+        self._ahead: tuple[int, Future[_Iteration]] | None = None
+        self._now: tuple[int, _Iteration] | None = None
+        self._costs = costs_known(data, training, stage_layers(schedule.grid, placement))
+        self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
     def __call__(self, name: Microbatch) -> Microbatch:
         """The sample that a name stands for in its iteration. Raises ConfigError where costs cannot be."""
         if self._pool is None:
             return name
-        if self._now is None or self._now[0] != name.iteration:
-            self._now = name.iteration, self._dealt(name.iteration)
-        return Microbatch(name.iteration, *self._own[self._now[1][self._first[name.pipeline] + name.index]])
+        return Microbatch(name.iteration, *self._own[self._sample(name)])
+
+    @property
+    def deals(self) -> bool:
+        """Whether costs are known."""
+        return self._pool is not None
+
+    def times_longer(self, op: Op, iteration: int) -> float:
+        """How many times as long as usual an op takes, by what its sample costs; 1 where it costs nothing."""
+        assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
+        sample = self._sample(Microbatch(iteration, op.pipeline, op.microbatch))
+        costs, times = self._of(iteration).by_slice[sample, op.slice], self._schedule.times
+        kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
+        ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
+        taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
+        return taken / sum(ticks) if taken > 0 else 1.0
+
+    def _sample(self, name: Microbatch) -> int:
+        return self._of(name.iteration).sample[self._first[name.pipeline] + name.index]
+
+    def _of(self, iteration: int) -> "_Iteration":
+        if self._now is None or self._now[0] != iteration:
+            self._now = iteration, self._dealt(iteration)
+        return self._now[1]
 
     def begin(self, iteration: int) -> None:
         """Compute an iteration beside what else is done."""
@@ -65,19 +158,29 @@ class DealtSamples:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _dealt(self, iteration: int) -> list[int]:
+    def _dealt(self, iteration: int) -> "_Iteration":
         self.begin(iteration)
         assert self._ahead is not None
         found = self._ahead[1].result()
         self.begin(iteration + 1)
         return found
 
-    def _deal(self, iteration: int) -> list[int]:
-        assert self._dealer is not None
+    def _deal(self, iteration: int) -> "_Iteration":
+        assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
         try:
-            found = self._dealer.result().deal(self._data.costs(iteration), seed=seed,  # type: ignore[attr-defined]
-                                               swaps=self._training.deal_swaps)
+            dealer, costs = self._dealer.result(), self._costs(iteration)
+            found = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return [int(one) for one in found.sample]
+        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs))
+
+
+def _of_stage(known: LengthCosts, layers: LayerRange) -> list[list[float]]:
+    """[3, 3]: coefficients of F, I and W. What begins with layer 0 leaves its whole backward to W."""
+    sums = [[sum(one[index] for one in kind[slice(*layers)]) for index in range(3)]
+            for kind in (known.forward, known.backward_input, known.backward_weight)]
+    if layers[0] == 0:
+        forward, inputs, weights = sums
+        return [forward, [0.0] * 3, [one + other for one, other in zip(inputs, weights, strict=True)]]
+    return sums

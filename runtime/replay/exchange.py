@@ -10,9 +10,8 @@ from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_
 from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carriers
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import Arriving, Outgoing
-from slipstream.schedules.graph import Transfer, programs_of, transfers
-from slipstream.schedules.precedence import op_key, waits
-from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
+from slipstream.schedules.parts import Crossing, crossings_of
+from slipstream.schedules.schedule import Schedule, Worker
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
@@ -42,8 +41,8 @@ class _Leaving(NamedTuple):
 class Exchange:
     """What one worker takes and gives, in `iterations` rounds of the same schedule.
 
-    A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
-    what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
+    A worker issues its transfers in the order of their numbers (`schedules.parts`). That order extends the order of the
+    ops: what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
     So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL session.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
@@ -54,37 +53,32 @@ class Exchange:
         Of what goes into each layer of the schedule, and then of what comes out of the last.
     by_rank
         The same at each of the ranks that this process stands for, where these are several.
-    order
-        The transfers of the schedule, where they are known already.
     """
 
     def __init__(self, schedule: Schedule, session: Session, forms: Sequence[Form],
-                 iterations: range, by_rank: RankForms | None = None, order: Sequence[Transfer] | None = None) -> None:
-        everyone = transfers(schedule, programs_of(schedule)) if order is None else order
+                 iterations: range, by_rank: RankForms | None = None) -> None:
         self._worker = worker = session.worker
         self._session = session
         self._schedule = schedule
         self._forms = forms
         self._by_rank = by_rank or RankForms(forms)
         self._iterations = iterations
-        self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
-                      if worker in (transfer.source, transfer.target)]
-        self._place: Mapping[TensorName, int] = {_name(transfer): place
-                                                 for place, (_, transfer) in enumerate(self._mine)}
+        self._mine = crossings_of(schedule, worker)
+        self._place: Mapping[TensorName, int] = {
+            TensorName(one.tensor, one.slice, one.pipeline, one.microbatch): place
+            for place, one in enumerate(self._mine)}
         self._round = 0
         """The last one of which anything was taken or given, counted from the first."""
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
-        self._ahead = None if session.ordered else [place for place, (_, transfer) in enumerate(self._mine)
-                                                  if transfer.target == worker]
+        self._ahead = None if session.ordered else [place for place, one in enumerate(self._mine)
+                                                  if one.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, list[Arriving]] = {}
         self._ready: dict[int, list[Tensor]] = {}
         self._local: dict[TensorName, Value] = {}
         self._leaving: list[_Leaving] = []
         self._left_before: list[_Leaving] = []
-        self._made_and_taken = _places(schedule, [transfer for _, transfer in self._mine])
-        """Of each transfer, where its source's program makes it and where its target's takes it."""
 
     def give(self, iteration: int, name: TensorName, value: Value) -> None:
         """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
@@ -106,7 +100,7 @@ class Exchange:
             return self._local.pop(name)
         self._issue_through(number)
         found = [one.take() for one in self._arriving.pop(number)]  # the op runs at once: more are posted before the
-        self._let_go(number)
+        self._free_until(number)
         return carried(found, *self._forms_of(name.kind, name.slice))  # next wait
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
@@ -133,10 +127,15 @@ class Exchange:
         self.end_iteration()
         self.end_iteration()
 
-    def _let_go(self, number: int) -> None:
+    def let_go(self) -> None:
+        """Free all tensors that are kept. Nothing is passed on after that."""
+        for kept in (self._arriving, self._ready, self._local, self._leaving, self._left_before):
+            kept.clear()
+
+    def _free_until(self, number: int) -> None:
         """Free what had gone before its target made what has come: all that target took up to then."""
         rounds, place = divmod(number, len(self._mine))
-        source, made = self._mine[place][1].source, (rounds, self._made_and_taken[place][0])
+        source, made = self._mine[place].source, (rounds, self._mine[place].made)
         for kept in (self._left_before, self._leaving):
             for left in [left for left in kept if left.target == source and left.taken <= made]:
                 left.outgoing.wait()
@@ -157,7 +156,7 @@ class Exchange:
         """Post the receives that come next. Where transfers are ordered, as far as no send stands before them, and not
         beyond the iteration: a host that waits for its device waits for them, too."""
         while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
-               and self._transfer(following)[1].target == self._worker
+               and self._crossing(following).target == self._worker
                and (self._ahead is not None or following // len(self._mine) <= self._round)):
             self._issue(following)
             self._issued += 1
@@ -171,20 +170,18 @@ class Exchange:
         return rounds * len(self._mine) + order[place]
 
     def _issue(self, number: int) -> None:
-        tag, transfer = self._transfer(number)
-        if transfer.source == self._worker:
-            rounds, place = divmod(number, len(self._mine))
-            taken = rounds, self._made_and_taken[place][1]
+        one = self._crossing(number)
+        if one.source == self._worker:
+            taken = number // len(self._mine), one.taken
             self._leaving += [
-                _Leaving(self._session.send(carrier, transfer.target, tag, own_rank), transfer.target, taken)
+                _Leaving(self._session.send(carrier, one.target, one.number, own_rank), one.target, taken)
                 for own_rank, carrier in enumerate(self._ready.pop(number))]
         else:
-            shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
-            self._arriving[number] = [self._session.receive(shape, dtype, transfer.source, tag, own_rank)
+            shape, dtype = carrier_form(self._forms_of(one.tensor, one.slice)[1])
+            self._arriving[number] = [self._session.receive(shape, dtype, one.source, one.number, own_rank)
                                       for own_rank in range(self._by_rank.ranks)]
 
-    def _transfer(self, number: int) -> tuple[int, Transfer]:
-        """Its tag, and what it is."""
+    def _crossing(self, number: int) -> Crossing:
         return self._mine[number % len(self._mine)]
 
     def _forms_of(self, kind: TensorKind, slice: int) -> tuple[Form, Form]:
@@ -193,22 +190,3 @@ class Exchange:
         if kind == "activation":
             return self._forms[first], self._by_rank.forms[first]
         return gradient_form(self._forms[end]), gradient_form(self._by_rank.forms[end])
-
-
-def _name(transfer: Transfer) -> TensorName:
-    return TensorName(transfer.kind, transfer.slice, transfer.pipeline, transfer.microbatch)
-
-
-def _places(schedule: Schedule, mine: Sequence[Transfer]) -> list[tuple[int, int]]:
-    """Of each transfer, where the program of its source makes it, and where that of its target takes it."""
-    programs = {worker: {op_key(op): place for place, op in enumerate(schedule.ops(worker))
-                         if op.kind in COMPUTE_KINDS}
-                for transfer in mine for worker in (transfer.source, transfer.target)}
-    found = []
-    for one in mine:
-        made, takes = programs[one.source], programs[one.target]
-        kinds = [OpKind.F] if one.kind == "activation" else [OpKind.I, OpKind.B]
-        taken = next(key for kind in kinds if (key := (kind, one.slice, one.pipeline, one.microbatch)) in takes)
-        path = schedule.path(one.pipeline, one.microbatch)
-        found.append((next(made[key] for key, rule in waits(taken, path) if rule.tensor), takes[taken]))
-    return found

@@ -24,7 +24,6 @@ class OverError(RuntimeError):
     """Nothing may be begun any more."""
 
 
-
 class Communicator:
     """A process group over NCCL, and what is under way in it.
 
@@ -44,9 +43,11 @@ class Communicator:
 
     def connect(self) -> None:
         """Returns when all members have. Raises RuntimeError."""
-        self._require()
-        self._nccl.connect()
-        self._inside = False
+        try:
+            self._require()
+            self._nccl.connect()
+        finally:
+            self._inside = False
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Start to send to a rank."""
@@ -79,10 +80,14 @@ class Communicator:
         self._shut = False
 
     def end(self) -> None:
-        """Nothing may be begun any more; abort it where anything is under way."""
+        """Nothing may be begun any more; abort it where anything is under way, or has failed."""
         self._shut = True
-        if self._inside or not all(_done(work) for work in tuple(self._works)):
+        if not self.over() or self._nccl.error() is not None:
             self.abort()
+
+    def over(self) -> bool:
+        """Whether the device has ended all that was begun here."""
+        return not self._inside and all(_done(work) for work in tuple(self._works))
 
     def abort(self) -> None:
         """It is not used any more. Does not wait: NCCL may take long."""
@@ -168,6 +173,10 @@ class Nccl:
     def lost(self, group: Group) -> str | None:
         """See `Backend`."""
         return cast(Communicator, group).lost()
+
+    def over(self, groups: Collection[Group]) -> bool:
+        """See `Backend`."""
+        return all(one.over() for one in cast(Collection[Communicator], groups))
 
     def close(self, groups: Collection[Group]) -> None:
         """Their other members may be gone: nothing is waited for."""

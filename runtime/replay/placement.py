@@ -8,6 +8,7 @@ from slipstream.runtime.model.layers.layered_model import split_layers
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.replay.session import Shared
 from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
+from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
@@ -84,6 +85,8 @@ class Placement:
 
     def reduced(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
         """The ranges by which a live worker reduces gradients, each with all live workers that do; ascending."""
+        if isinstance(schedule, Part):
+            return {self.range_of(layers): list(workers) for layers, workers in schedule.sums}
         return {layers: workers for layers, workers in self.reduced_by_all(schedule).items() if worker in workers}
 
     def sharers(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[Shared, Sequence[Worker]]:
@@ -91,12 +94,23 @@ class Placement:
         found: dict[Shared, Sequence[Worker]] = {}
         for layers, workers in self.reduced(schedule, worker).items():
             found[layers] = workers
-        held = self.held_by(schedule) if sharing.groups else {}
-        for group in sharing.groups:
-            members = [one for one, layers in sorted(held.items()) if any(place.layer in layers for place in group)]
+        layers_of_groups = [{place.layer for place in group} for group in sharing.groups]
+        ties = dict(schedule.ties) if isinstance(schedule, Part) else dict(
+            enumerate(self.ties(schedule, layers_of_groups)))
+        for number, members in ties.items():
             if worker in members:
-                found[str(group[0])] = members
+                found[str(sharing.groups[number][0])] = members
         return found
+
+    def ties(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
+        """All live workers that hold any layer of each of these groups."""
+        held = sorted(self.held_by(schedule).items()) if groups else []
+        return [[one for one, layers in held if not layers.isdisjoint(group)] for group in groups]
+
+    def spoken_for(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
+        """The layers for which a live worker does what one of their holders must do: it is the first of them."""
+        return frozenset(layer for layers, workers in self.reduced(schedule, worker).items() if workers[0] == worker
+                         for layer in range(*layers))
 
     def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
         return layers_in(map(self.range_of, held))

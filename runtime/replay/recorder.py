@@ -1,8 +1,9 @@
 """When each op of an iteration really ran, on the clock that all workers share."""
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -23,7 +24,10 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Of ops."""
     seconds: float
-    """Their median."""
+    """The median of what each took, divided by how many times as long its sample is to take (`costs`)."""
+    misfit: float | None = None
+    """The root of the mean square of (seconds of that / their median - 1): how far costs are from what is measured.
+    None where no costs are known."""
 
 
 class Recorder:
@@ -44,6 +48,8 @@ class Recorder:
         self._end: Stamp | None = None
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
+        self.costs: Callable[[Op, int], float] | None = None
+        """How many times as long as usual an op of an iteration takes, by what its sample costs; above 0."""
 
     def begin(self, iteration: int, *, traced: bool) -> None:
         """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
@@ -87,8 +93,10 @@ class Recorder:
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:
                 assert op.slice is not None
-                found[op.kind, op.slice].append(_between(start, end))
-        return tuple(OpTime(kind, slice_, len(seconds), statistics.median(seconds))
+                cost = 1.0 if self.costs is None else self.costs(op, self._iteration)
+                found[op.kind, op.slice].append(_between(start, end) / cost)
+        return tuple(OpTime(kind, slice_, len(seconds), statistics.median(seconds),
+                            None if self.costs is None else _misfit(seconds))
                      for (kind, slice_), seconds in found.items())
 
     def _stamp(self) -> Stamp:
@@ -100,6 +108,11 @@ class Recorder:
         event, seconds = self._base
         assert event is not None
         return seconds + float(event.elapsed_time(stamp)) / 1e3 + self.offset_seconds
+
+
+def _misfit(seconds: Sequence[float]) -> float:
+    middle = statistics.median(seconds)
+    return math.sqrt(statistics.fmean((one / middle - 1) ** 2 for one in seconds)) if middle > 0 else 0.0
 
 
 def _between(start: Stamp, end: Stamp) -> float:

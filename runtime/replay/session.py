@@ -7,9 +7,9 @@ that of torchft's manager, which synchronises, asks for errors, and then votes.
 """
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations
-from time import perf_counter
 from typing import NamedTuple, Self, cast
 
 import msgspec
@@ -39,6 +39,8 @@ from slipstream.schedules.schedule import Worker
 Shared = LayerRange | str
 """What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
 CLOCK_ROUNDS = 8
+DRAIN_SECONDS = 0.001
+"""From one look at what is under way to the next."""
 BYTES_TAG = 2**24
 """Above those of any schedule's transfers."""
 BUCKET_BYTES = 2**20
@@ -90,7 +92,8 @@ class Links:
         self.host = Gloo()
         """Carries numbers and bytes of the host."""
         self.backend: Backend = self.host if transport == "gloo" else Nccl()
-        self.backends = {self.host, self.backend}
+        self.backends = (self.host,) if self.backend is self.host else (self.host, self.backend)
+        """In the order in which they are aborted: nothing that NCCL leaves behind goes on over the other."""
         self.idle: dict[str, _Held] = {}
         """Those that no session uses, by name."""
 
@@ -209,13 +212,25 @@ class Session:
     def commit_point(self) -> None:
         """Wait until the device has done all that this thread gave it to do, and what that waits for; then no group may
         have failed, and the order must be open: else what was computed may be garbage."""
-        if self.device.type == "cuda":
-            with told_in_one_line("waiting for the device"):
-                torch.cuda.current_stream(self.device).synchronize()
+        self._wait_for_device()
         self.require()
         error = self.errored()
         if error is not None:
             raise CommunicationError(error)
+
+    def over(self) -> bool:
+        """Whether nothing that this session has begun changes a tensor any more."""
+        held = (*self._held.values(), *self._lost)
+        return all(backend.over([one.group for one in held if one.wanted.backend is backend])
+                   for backend in self._links.backends)
+
+    def drain(self) -> None:
+        """Wait until all is over; after an abort that is soon. It waits without end: whoever has aborted must look at
+        the time."""
+        while not self.over():
+            time.sleep(DRAIN_SECONDS)
+        if self.device.type == "cuda" and self.ordered:
+            torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
         """Nothing is sent or received any more: groups in which nothing was aborted wait for the next order. `abort`
@@ -324,7 +339,7 @@ class Session:
             for rank in range(1, len(members)):
                 for _ in range(CLOCK_ROUNDS):
                     group.recv([torch.empty(1, dtype=torch.float64)], rank, 0).wait()
-                    group.send([torch.tensor([perf_counter()], dtype=torch.float64)], rank, 0).wait()
+                    group.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], rank, 0).wait()
             return 0.0
 
     def wait_for_all(self) -> None:
@@ -334,12 +349,16 @@ class Session:
             return
         self._presences += 1
         keys = GroupStore(self._store, f"{self._prefix}present {self._presences} ", TIMEOUT, self.require)
+        self._wait_for_device()
         with told_in_one_line("waiting for all workers"):
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
             if keys.add("count", 1) == len(members):
                 keys.set("all", b"")
             keys.wait(["all"])
+
+    def _wait_for_device(self) -> None:
+        """No thread is left behind in here (`runtime.replay.stuck_calls`): the device would go on behind it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def _prefix(self) -> str:
@@ -383,20 +402,19 @@ class Session:
 
     def _make_all(self, wanted: Mapping[str, _Wanted]) -> None:
         """Have all groups, those that can be used again and others."""
-        backends = self._links.backends
         self.require()
-        for backend in backends:
+        idle, self._links.idle = self._links.idle, {}
+        for name in self._agreed(wanted, idle):
+            wanted[name].backend.reuse(idle[name].group)
+            self._hold(idle.pop(name))
+        lacking = sorted((one for one in wanted.values() if one.name not in self._held), key=lambda one: one.turn)
+        for backend in self._links.backends:  # apart: gloo's abort shuts all sockets that were opened meanwhile
             backend.begin(self._spared)
-        try:
-            idle, self._links.idle = self._links.idle, {}
-            for name in self._agreed(wanted, idle):
-                wanted[name].backend.reuse(idle[name].group)
-                self._hold(idle.pop(name))
-            for one in sorted(wanted.values(), key=lambda one: one.turn):
-                if one.name not in self._held:
-                    self._hold(self._made(one))
-        finally:
-            for backend in backends:
+            try:
+                for one in lacking:
+                    if one.backend is backend:
+                        self._hold(self._made(one))
+            finally:
                 backend.made()
         if idle:
             threading.Thread(target=_close, args=(list(idle.values()),), daemon=True, name="closing").start()
@@ -497,8 +515,8 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _ask_time(group: Group) -> tuple[float, float]:
     """How long the question took, and the offset it found."""
-    asked, answer = perf_counter(), torch.empty(1, dtype=torch.float64)
+    asked, answer = time.perf_counter(), torch.empty(1, dtype=torch.float64)
     group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
     group.recv([answer], 0, 0).wait()
-    answered = perf_counter()
+    answered = time.perf_counter()
     return answered - asked, answer.item() - (asked + answered) / 2

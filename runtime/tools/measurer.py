@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 import msgspec
@@ -29,6 +29,8 @@ from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, timed
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.schedule import Worker
 
+MOST_DOCUMENTS, FEWEST_TOKENS = 8, 16
+"""Of a sample, and of a document, where ops are measured by lengths."""
 _LAYERS = (0, 1)
 """The name of what is reduced, whatever it is."""
 
@@ -55,6 +57,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     copies: int
     """Workers that hold each stage."""
+    by_lengths: bool = False
+    """Whether ops are measured with documents of other lengths, too."""
 
     @property
     def ranks(self) -> int:
@@ -136,7 +140,8 @@ class _Measurer:
         for index, bench in benches.items():
             rounds = [bench.round() for _ in range(task.rounds)]
             medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-            stages[index] = StageProfile(**medians, **memory[index])  # type: ignore[arg-type]
+            stages[index] = StageProfile(**medians, **memory[index],  # type: ignore[arg-type]
+                                         by_lengths=tuple(self._by_lengths(bench)))
         # The thread that waits for a GPU is not the one that computes; ranks wait for each other within each op.
         if self._device.type == "cpu" and self._group is None:
             waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
@@ -145,6 +150,22 @@ class _Measurer:
         while not self._all_ranks(self._store.add("measured", 0) >= task.computing * task.ranks):
             bench.round()
         return stages, waiting
+
+    def _by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
+        """Medians with samples of one, two, ... documents, of the whole context and of half of it."""
+        task = self._task
+        if not task.by_lengths:
+            return
+        context = task.config.model.context
+        for share, most in ((1, MOST_DOCUMENTS), (2, MOST_DOCUMENTS // 2)):
+            model = msgspec.structs.replace(task.config.model, context=context // share)
+            at_layer = self._forms if share == 1 else forms(
+                self._model, msgspec.structs.replace(task.config, model=model))
+            documents = 1
+            while documents <= most and context // share // documents >= FEWEST_TOKENS:
+                rows = [bench.of_documents(documents, at_layer) for _ in range(1 + task.rounds)][1:]
+                yield tuple(statistics.median(column) for column in zip(*rows, strict=True))
+                documents *= 2
 
     def _bench(self, index: int, config: RunConfig) -> StageBench:
         task, layers = self._task, self._task.ranges[index]

@@ -59,12 +59,12 @@ _ANSWER = msgspec.json.Decoder(Answer)
 
 
 def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
-            rounds: int = 7, fork_server: ForkServer | None = None) -> Profile:
+            rounds: int = 7, fork_server: ForkServer | None = None, by_lengths: bool = False) -> Profile:
     """Measure the stages that hold these ranges of layers.
 
     `workers` of the whole job and the `copies` of each stage in it decide how many workers measure at a time,
-    `microbatches` of all pipelines the scale of the loss. A `fork_server` may serve several profiles, one after the
-    other. Raises ConfigError and ProfileError.
+    `microbatches` of all pipelines the scale of the loss. `by_lengths`: with documents of other lengths, too. A
+    `fork_server` may serve several profiles, one after the other. Raises ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -77,7 +77,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     store, opened = host_store()
     tasks = [Task(config=config, ranges=tuple(ranges), microbatches=microbatches, worker=worker, rank=rank,
                   workers=measuring, computing=computing, reduce_group=reduce_group, device=device, cards=cards,
-                  transport=transport, rendezvous=opened, rounds=rounds, copies=copies)
+                  transport=transport, rendezvous=opened, rounds=rounds, copies=copies, by_lengths=by_lengths)
              for worker in range(measuring) for rank in range(ranks)]
     answers = _ask(tasks, fork_server)
     del store

@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Data, Microbatch
+from slipstream.runtime.model.data.document_data import Packed
 from slipstream.runtime.model.layers.calling import on_device
-from slipstream.runtime.model.passed import Form, Value, gradient_form, made, tensors_of
+from slipstream.runtime.model.passed import Form, TensorForm, Value, gradient_form, made, tensors_of
 from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.holding import Holding, keeps_parts
@@ -49,6 +51,8 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The gradient that a micro-batch sends to the stage before: on a device for as long as it may be on its way."""
     state_bytes: int | None = None
     """Where the optimizer's state is sharded: all of it, undo copies included."""
+    by_lengths: tuple[tuple[float, ...], ...] = ()
+    """Of micro-batches with documents of other lengths: tokens, squares of lengths, seconds of F, I and W."""
 
 
 class StageBench:
@@ -63,6 +67,28 @@ class StageBench:
         self._data = data
         self._device = device
         self._rounds = 0
+        self._given: Packed | None = None
+        """Instead of what data give."""
+
+    def of_documents(self, documents: int, at_layer: Sequence[Form]) -> tuple[float, ...]:
+        """A row of micro-batches whose samples hold so many documents of equal length: what `by_lengths` has of it.
+
+        `at_layer`: what goes into each layer, and comes out of the last, with samples of this length.
+        """
+        stage, kept = self._stage, (self._takes, self._gives)
+        self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
+        assert isinstance(at_layer[0], TensorForm), "layer 0 takes tokens"
+        batch, length = at_layer[0].shape
+        lengths = _lengths(documents, length)
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        places = torch.cat([torch.arange(one) for one in lengths]).expand(batch, length).contiguous()
+        self._given = Packed(tokens, tokens, places)
+        try:
+            found = self.round()
+        finally:
+            self._given, (self._takes, self._gives) = None, kept
+        return (float(batch * length), float(batch * sum(one * one for one in lengths)), found["forward"],
+                found["backward_input"], found["backward_weight"])
 
     def keep(self, members: int) -> None:
         """Where workers keep parts of layers' optimizer states: keep that of one of so many, without what it was."""
@@ -122,8 +148,8 @@ class StageBench:
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
-        batch = on_device(self._data.batch(microbatch, training.batch, self._config.model.context), self._device) \
-            if stage.reads_batch else None
+        batch = on_device(self._given or self._data.batch(microbatch, training.batch, self._config.model.context),
+                          self._device) if stage.reads_batch else None
         value: Value = batch[0] if batch is not None and stage.first else self._like(self._takes)
         if living is not None:
             for tensor in tensors_of(value):
@@ -147,6 +173,11 @@ class StageBench:
                 call(microbatch)
 
         return timed(run, self._device)
+
+
+def _lengths(documents: int, tokens: int) -> list[int]:
+    """Of so many documents, about equally long."""
+    return [len(part) for part in np.array_split(np.arange(tokens), documents)]
 
 
 def _elements(spans: Iterable[Span]) -> int:

@@ -27,6 +27,7 @@ from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.runtime.worker.rank_layers import RankReceivers, RankSenders
+from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Schedule, Worker
 
 WorkerLink = CoordinatorLink[ToWorker, Setup]
@@ -88,7 +89,9 @@ class OrderContext:
 
     context: WorkerContext
     order: Train
-    schedule: Schedule
+    schedule: Part
+    whole: Schedule | None
+    """The same with all workers, where data are dealt or evaluated."""
     session: Session
     activity: Activity
     samples: DealtSamples

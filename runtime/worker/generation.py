@@ -7,7 +7,6 @@ because of an error. In all cases, `leave` goes back to the last committed itera
 import math
 import threading
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -26,13 +25,19 @@ from slipstream.runtime.worker.freed_memory import give_back
 from slipstream.runtime.worker.layers_of_order import take_layers
 from slipstream.runtime.worker.reports import Reports
 from slipstream.runtime.worker.training import Training
-from slipstream.schedules.graph import Transfer, programs_of, transfers
+from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Schedule
 
 STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
+ABORT_SECONDS = 60.0
+"""NCCL may take seconds to abort many communicators. Where it takes longer, the process is of no use any more."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+
+
+class StuckDeviceError(Exception):
+    """An abort has not freed the device. The message is one line."""
 
 
 class Generation:
@@ -42,23 +47,22 @@ class Generation:
     `end`, `acknowledged` and `abandon_if_stuck`, which return at once.
     """
 
-    def __init__(self, context: WorkerContext, order: Train, schedule: Schedule) -> None:
+    def __init__(self, context: WorkerContext, order: Train, schedule: Part, whole: Schedule | None) -> None:
         self._context = context
         self._order = order
         self._schedule = schedule
-        members = sorted(seat.worker for seat in schedule.seats)
         self._session = Session(
-            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
+            Membership(order.number, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
                        context.group, dict(order.stand_for)),
             links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
         self._connected = False
         self._activity = Activity()
-        self._part = OrderContext(context=context, order=order, schedule=schedule, session=self._session,
+        self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
                                   activity=self._activity,
-                                  samples=DealtSamples(schedule, context.corpus, context.config.training))
+                                  samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
+                                                       context.placement))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
-        self._transfers: Sequence[Transfer] = ()
         self._training: Training | None = None
         """Once there are layers to train."""
         self._thread: threading.Thread | None = None
@@ -106,7 +110,7 @@ class Generation:
         watched = self._training is not None and watches_gradients(self._context.config.training)
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
-        return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), reached,
+        return Known(self.number, self._schedule.failed, reached,
                      self._context.layer_store.holding.ranges, validated, pending, begins - 1,
                      {iteration: loss for iteration, loss in losses if math.isfinite(loss)},
                      self._context.layer_store.kept())
@@ -124,10 +128,16 @@ class Generation:
     def abandon_if_stuck(self) -> None:
         """Where the thread is stuck in a process group after the order has ended, go on without it.
 
-        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends.
+        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends. What it held of the order's
+        tensors is freed. It is not left behind while the device may still write what this worker holds. Raises
+        StuckDeviceError where that does not end.
         """
         assert self._ended_at is not None
         if self._thread is None:
+            return
+        if not self._session.over():
+            if time.monotonic() - self._ended_at > ABORT_SECONDS:
+                raise StuckDeviceError(f"the device has not ended what it does {ABORT_SECONDS:.0f} s after an abort")
             return
         patience = STUCK_SECONDS if self._connected else MEETING_SECONDS
         thread = self._thread.ident or 0
@@ -135,6 +145,8 @@ class Generation:
         if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
             GENERATORS.take_from(thread)
+            if self._training is not None:
+                self._training.let_go()
             self._session.release()  # the thread keeps what is stuck: closing that would not return
             self._say_paused(f"stuck while {call.what}")
 
@@ -161,7 +173,7 @@ class Generation:
             self._connected = True
             take_layers(self._part)
             self._activity.begins("prepares its program")
-            self._training = Training(self._part, self._reports, self._transfers)
+            self._training = Training(self._part, self._reports)
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
@@ -175,6 +187,7 @@ class Generation:
             self._context.memory.give_back()
         if reason is not None:
             self._session.abort()  # others may wait for this worker
+        self._session.drain()
         self._session.release()
         self._say_paused(reason)
         self._session.close()
@@ -202,7 +215,6 @@ class Generation:
 
     def _connect(self) -> None:
         context, training = self._context, self._context.config.training
-        self._transfers = transfers(self._schedule, programs_of(self._schedule))
         self._session.connect(context.placement.sharers(self._schedule, context.worker, context.sharing),
-                              pairs={(one.source, one.target) for one in self._transfers},
+                              pairs={(one.source, one.target) for one in self._schedule.crossings},
                               sums=watches_gradients(training), bytes_too=training.shard_optimizer)

@@ -13,7 +13,10 @@ from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
 from slipstream.runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
 from slipstream.runtime.protocol.to_worker import (
+    KEPT_CONTENTS,
     Acknowledged,
+    Assigned,
+    Content,
     EndOrder,
     Fetch,
     Finish,
@@ -24,6 +27,7 @@ from slipstream.runtime.protocol.to_worker import (
     ToWorker,
     Train,
 )
+from slipstream.runtime.replay.dealt_samples import costs_digest
 from slipstream.runtime.run_folder import holder
 from slipstream.runtime.worker.context import WorkerLink
 from slipstream.runtime.worker.generation import Generation
@@ -31,6 +35,7 @@ from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_fo
 from slipstream.runtime.worker.order_threads import OrderThreads
 from slipstream.runtime.worker.setting_up import STORE_TIMEOUT, set_up
 from slipstream.schedules.codec import decode
+from slipstream.schedules.parts import part_from
 from slipstream.schedules.schedule import Worker
 
 HEARTBEATS_PER_TIMEOUT = 5
@@ -56,8 +61,12 @@ class MainThread:
         self._generation: Generation | None = None
         self._finish_order: Finish | None = None
         """The last order, where it was to finish."""
-        self._members: tuple[Worker, ...] = ()
-        """Of the last order to train."""
+        self._down: tuple[Worker, ...] = ()
+        """Who took no part in the last order to train."""
+        self._assigned: Assigned | None = None
+        """The last."""
+        self._contents: dict[str, bytes] = {}
+        """What has come of schedules, by digest, first come first."""
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False
@@ -94,9 +103,10 @@ class MainThread:
                 known = self._known()
 
     def _data_digest(self) -> str:
-        """Of all data that this worker reads."""
-        validation = self._context.validation
-        return self._context.corpus.digest + ("" if validation is None else f" {validation.digest}")
+        """Of all data that this worker reads, and of how it deals their samples."""
+        context, validation = self._context, self._context.validation
+        dealt = costs_digest(context.corpus, context.config.training)
+        return f"{context.corpus.digest} {dealt}" + ("" if validation is None else f" {validation.digest}")
 
     def _follow(self) -> int:
         """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""
@@ -153,6 +163,7 @@ class MainThread:
                 time.sleep(LOOK_SECONDS)
                 continue
             with contextlib.suppress(RendezvousError):
+                self._contents.clear()  # another coordinator does not know of them
                 store = self._channel.follow_another(
                     JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank, self._spec.stands_for), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
@@ -176,19 +187,26 @@ class MainThread:
         if self._finish_order is None:
             return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False)
         return Known(
-            self._finish_order.number, self._members, self._finish_order.first_iteration - 1,
+            self._finish_order.number, self._down, self._finish_order.first_iteration - 1,
             self._context.layer_store.holding.ranges, self._finish_order.factor, pending=False,
             begun=self._finish_order.first_iteration - 1, kept=self._context.layer_store.kept())
 
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation
         match message:
+            case Content():
+                self._contents[message.digest] = bytes(message.data)
+                if len(self._contents) > KEPT_CONTENTS:
+                    del self._contents[next(iter(self._contents))]
+            case Assigned():
+                self._assigned = message
             case Train():
                 self._finish_order = None
-                schedule = decode(bytes(message.schedule))
-                self._members = tuple(seat.worker for seat in schedule.seats)
-                if self._worker in schedule.seat_of:
-                    self._generation = next_one = Generation(self._context, message, schedule)
+                self._down = message.failed
+                if self._assigned is not None and self._assigned.order == message.number:
+                    part = part_from(message.failed, self._assigned.share, self._contents)
+                    whole = decode(bytes(message.schedule)) if message.has_schedule else None
+                    self._generation = next_one = Generation(self._context, message, part, whole)
                     self._threads.train(self._context, message, next_one, generation)
                 else:
                     self._context.layer_receiver.drop(message.number)

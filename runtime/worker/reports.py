@@ -49,7 +49,7 @@ class Reports:
         context.channel.send(Ran(context.worker, number, iteration, finite(loss), recorder.window_seconds(),
                                  recorder.times(), recorder.ops(), finite(steps.squares),
                                  None if evaluation is None else finite(evaluation)))
-        if context.worker == self._part.schedule.seats[0].worker and watches_gradients(context.config.training):
+        if context.worker == self._part.schedule.members[0] and watches_gradients(context.config.training):
             steps.when_validated(lambda: self._validated(steps))
 
     def require_acknowledged(self) -> None:

@@ -7,6 +7,7 @@ from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layers.calling import on_device
 from slipstream.runtime.model.passed import Form, Value, gradient_form, made
 from slipstream.runtime.protocol.to_worker import MeasureSpeed
+from slipstream.runtime.replay.dealt_samples import first_costs
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.slowed_recorder import recorder_for
@@ -29,6 +30,8 @@ def measure_slice(number: int, runner: SliceRunner, forms: tuple[Form, Form], co
     target = batch[1] if runner.last else None
     gradient = None if runner.last else _noise(gradient_form(forms[1]), device)
     recorder = recorder_for(context.setup.slowdowns, device, context.group)
+    cost = first_costs(context.corpus, training, runner.layers, request.iteration)
+    recorder.costs = None if cost is None else lambda op, _: cost[op.kind]
     for microbatch in (Microbatch(request.iteration, 0, one) for one in range(ROUNDS + 1)):
         if microbatch.index <= 1:
             recorder.begin(request.iteration, traced=False)

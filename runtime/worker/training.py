@@ -1,7 +1,8 @@
 """A worker's iterations of one order: it runs its program, steps, evaluates where that is due, and reports."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -21,7 +22,6 @@ from slipstream.runtime.replay.executor import Executor
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.reports import OrderStoppedError, Reports
 from slipstream.runtime.worker.slowed_recorder import recorder_for
-from slipstream.schedules.graph import Transfer
 from slipstream.schedules.schedule import OpKind, Schedule
 
 
@@ -31,16 +31,16 @@ class Training:
     It does not hold what runs the program, which calls it back: both are freed as soon as the order is over.
     """
 
-    def __init__(self, part: OrderContext, reports: Reports, order: Sequence[Transfer]) -> None:
+    def __init__(self, part: OrderContext, reports: Reports) -> None:
         context, schedule = part.context, part.schedule
         training = context.config.training
         self._part = part
         self._session = part.session
-        self._transfers = order
         self._reports = reports
         self.evaluation_mode = EvaluationMode()
-        self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
-                                     if worker == part.worker)
+        self._holds = weakref.WeakSet[Slices | Exchange]()
+        """What has tensors of micro-batches."""
+        self._speaks_for = context.placement.spoken_for(schedule, part.worker)
         self.steps = Steps(
             context.layer_store.holding, training, layers=context.model.layers, speaks_for=self._speaks_for,
             share=part.session.sum_over_all if watches_gradients(training) else None,
@@ -51,10 +51,12 @@ class Training:
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
+        recorder.costs = part.samples.times_longer if part.samples.deals else None
         exchange = self._exchange(part.schedule, self._stretch(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=weights, config=context.config)
+        self._holds.add(slices)
         executor = Executor(
             part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
@@ -84,6 +86,11 @@ class Training:
         self._validate(executor)
         exchange.flush()
 
+    def let_go(self) -> None:
+        """Free what micro-batches hold, where the thread that runs the program is left behind."""
+        for one in self._holds:
+            one.let_go()
+
     def _stretch(self, first: int) -> range:
         """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
         context = self._part.context
@@ -92,8 +99,9 @@ class Training:
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
         context = self._part.context
-        return Exchange(schedule, self._session, context.forms, iterations, context.by_rank,
-                        self._transfers if schedule is self._part.schedule else None)
+        exchange = Exchange(schedule, self._session, context.forms, iterations, context.by_rank)
+        self._holds.add(exchange)
+        return exchange
 
     def _validate(self, executor: Executor) -> None:
         """See to it that the last step is right, where nobody has run a forward of the next iteration, or will."""
@@ -118,10 +126,10 @@ class Training:
         def evaluate(iteration: int) -> float:
             self._validate(executor)
             self._reports.reached = iteration
-            assert context.validation is not None and validation is not None
+            assert context.validation is not None and validation is not None and part.whole is not None
             if not made:
                 made.append(Evaluation(
-                    part.schedule, session=self._session, slices=slices, steps=self.steps,
+                    part.whole, session=self._session, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
                     iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
             slices.weigh(validation)

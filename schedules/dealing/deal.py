@@ -111,11 +111,14 @@ class Dealer:
             ends.append(int(free.max()))
         return np.diff(np.array(ends)) / UNIT * self._tick_seconds
 
+    def by_slice(self, costs: object) -> Costs:
+        """[samples, slices, 3]: of the schedule's slices, by the layers that they have of stages. Raises CostError."""
+        found: Costs = np.einsum("ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages))
+        return found
+
     def _whole(self, costs: object) -> Ints:
         """[samples, columns], in `UNIT`."""
-        by_stage = require_costs(costs, self.samples, self.stages)
-        by_slice = np.einsum("ls,nsk->nlk", self._shares, by_stage)
-        whole: Ints = np.rint(by_slice * UNIT).astype(np.int64).reshape(self.samples, 3 * len(self._shares))
+        whole: Ints = np.rint(self.by_slice(costs) * UNIT).astype(np.int64).reshape(self.samples, 3 * len(self._shares))
         return whole
 
     def _window(self, costs: Ints, sample: Ints) -> int:

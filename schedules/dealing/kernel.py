@@ -1,7 +1,8 @@
 """The compiled loops of dealing: an iteration replayed with the lengths of its samples, and swaps that shorten it.
 
 Everything is a whole number, so that all machines find the same. numba keeps machine code by source file, and these
-functions call none of another file: it notices when they change.
+functions call none of another file: it notices when they change. (By its name and line a function finds its code, and
+what was kept when the package had another name cannot be read: these lines are others now.)
 """
 
 from collections.abc import Callable

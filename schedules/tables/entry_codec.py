@@ -27,7 +27,8 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     shared = EntryCosts(tick_seconds=basis.tick_seconds, slices=(), times=basis.times, memory=basis.memory)
     return Entry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
                  lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
-                 holds=() if all(held is None for held in holds) else holds, costs=None if costs == shared else costs)
+                 holds=() if all(held is None for held in holds) else holds, costs=None if costs == shared else costs,
+                 bound_scope=schedule.bound_scope)
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
@@ -73,7 +74,7 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
                     failed=entry.failed, seats=seats,
                     programs=tuple(_with_pipelines(decoded[number], helped) for number, *helped in order),
                     period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
-                    method=entry.method)
+                    method=entry.method, bound_scope=entry.bound_scope)
 
 
 def _with_pipelines(program: Program, helped: Sequence[int]) -> Program:

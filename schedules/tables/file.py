@@ -22,6 +22,7 @@ from slipstream.schedules.schedule import (
     LayerRange,
     Memory,
     OptimizerMode,
+    Scope,
     Status,
     Times,
     Worker,
@@ -87,6 +88,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """For each live worker: the layers it holds, null for those of its column. Empty where that is so for all."""
     costs: EntryCosts | None = None
     """Where it has times of its own."""
+    bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
+    """As of `Schedule`."""
 
     def tick_seconds(self, basis: Basis) -> float:
         """How long a tick of this entry is."""

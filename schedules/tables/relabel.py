@@ -185,10 +185,8 @@ def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[in
     order: dict[int, int] = {}
     seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
     programs = tuple(renamed(schedule.programs[index], numbers) for index in order)
-    bound = _bound(schedule, players)
-    return msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs,
-                                   lower_bound_ticks=bound,
-                                   status="optimal" if bound == schedule.period_ticks else "feasible")
+    relabelled = msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs)
+    return relabelled.with_bound(_bound(schedule, players), schedule.scope)
 
 
 def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]) -> Iterable[Seat]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from slipstream.cli.fleet import AvailabilityTrace, Comparison
+    from slipstream.planner.failures import FailurePlanner as FailurePlanner
     from slipstream.planner.job.file import Job as Job
     from slipstream.planner.job.file import JobError as JobError
     from slipstream.planner.model.problem import NoPlanError as NoPlanError
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from slipstream.schedules.tables.table import Table as Table
 
 __all__ = [
-    "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule", "Table",
+    "FailurePlanner", "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule", "Table",
     "Worker", "check", "load", "plan", "read", "simulate", "train", "write",
 ]
 
 _HOMES = {
-    "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
+    "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
     "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.run_options",
     "RunOptions": "runtime.run_options", "RunResult": "runtime.run_result", "Schedule": "schedules.schedule",
     "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",

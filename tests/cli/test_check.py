@@ -46,10 +46,10 @@ def test_the_bound_of_a_file_is_a_claim_that_can_be_proven(tmp_path):
     path = tmp_path / "s.json"
     made = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--failed", "1.2", "--out", str(path)])
     assert made.exit_code == 0
-    assert "claims to be optimal (bound 30 s); --bound verifies that" in run(path).stdout
-    assert "its bound, 30 s, is proven: it is optimal" in run(path, "--bound").stdout
+    assert "claims to be optimal with whole stages in place (bound 30 s); --bound verifies that" in run(path).stdout
+    assert "its bound, 30 s with whole stages in place, is proven: it is optimal" in run(path, "--bound").stdout
     assert json.loads(run(path, "--bound", "--json").stdout)["bounds"] == [
-        {"file": str(path), "claimed": 30.0, "proven": 30.0, "verified": True}]
+        {"file": str(path), "scope": "whole stages", "claimed": 30.0, "proven": 30.0, "verified": True}]
 
 
 def moved_bounds(layers, tmp_path):

@@ -1,5 +1,6 @@
 """What every command has in common: completion, version, hints, colours, plain output in pipes, Ctrl-C."""
 
+import json
 import os
 import pty
 import re
@@ -318,3 +319,30 @@ def ended(group, seconds=60):
             return True
         time.sleep(0.05)
     return False
+
+
+# --- Where the output goes --------------------------------------------------------------------------------------------
+
+def test_both_streams_in_one_file_have_the_order_in_which_they_were_written(tmp_path):
+    (tmp_path / "one.csv").write_text("2026-01-01, 00:00:00, 12\n2026-01-02, 00:00:00, 12\n")
+    with (tmp_path / "said").open("w") as file:
+        subprocess.run([*SLIPSTREAM, "simulate", str(JOBS / "worked-example.toml"), "--trace", "one.csv", "--policy",
+                        "fault-scaled", "--html", "page.html"], cwd=tmp_path, stdout=file, stderr=file, check=True,
+                       env=environment(), timeout=SECONDS)
+    said = (tmp_path / "said").read_text()
+    assert 0 < said.index("samples/s") < said.index("report written to page.html")
+
+
+def test_torchrun_is_told_the_line_that_ends_a_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "missing.toml")])
+    assert result.exit_code == 2
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == result.stderr.rstrip("\n")
+
+
+def test_titles_are_no_wider_than_a_terminal_where_lines_are_not_folded(capsys):
+    from slipstream.cli.shared.console import out
+
+    out.rule("a title")
+    printed = capsys.readouterr().out
+    assert "a title" in printed and len(printed) <= 121

@@ -99,7 +99,7 @@ def test_summary(tmp_path):
     assert answer == {
         "job": "by hand", "period": 7.0, "lower_bound": 0.5, "gap": 13.0, "status": "feasible", "method": "hand",
         "backward": "split", "optimizer": "staggered", "workers": 3, "failed": ["1.1"], "rerouted": 2, "shed": 0,
-        "holds": {}, "moves": [],
+        "holds": {}, "moves": [], "bound_scope": "whole stages",
         "peak_memory": 3.0, "measured": []}
 
 

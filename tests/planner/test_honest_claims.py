@@ -1,14 +1,18 @@
 """Bounds and references say what they are of: jobs on which they once claimed too much."""
 
 from fractions import Fraction
+from itertools import pairwise
 
+import msgspec
 import pytest
 import typer
 from msgspec.structs import replace
 
 import slipstream.cli.plan as plan_command
+import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
+from slipstream.planner.bound import Bound
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.layers import layer_costs
@@ -16,14 +20,15 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.layout_bound import most_forward
 from slipstream.planner.model.ticks import tick_of
-from slipstream.planner.normalise import normalised
+from slipstream.planner.normalise import normalised, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
-from slipstream.planner.portfolio import _rounding, any_layers_bound
+from slipstream.planner.portfolio import _rounding
+from slipstream.planner.repetition import Blocks
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
 from slipstream.schedules.costs import Room
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import Scope, Worker
 from slipstream.schedules.tables.relabel import relabel
 from tests.jobs import grid
 
@@ -31,17 +36,65 @@ ONE = "forward = 1\nbackward_input = 1\nbackward_weight = 1\n"
 DOWN = [Worker(0, 0)]
 
 
-@pytest.mark.parametrize("method", ["cp-sat", "greedy", "1f1b"])
-def test_a_bound_with_layers_in_place_is_none_where_they_move(method):
-    # With both layers on each worker, each runs one micro-batch alone: 6 ticks.
-    job = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [1, 1]\n")
-    made = plan_with(PlanOptions(layers="move", method=method, time_limit=2.0), job)
-    assert made.schedule.seconds(made.schedule.lower_bound_ticks) <= 6
+# With both layers on each worker, each runs one micro-batch alone: 6 ticks. Else there is a transfer each way.
+FAR = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [1, 1]\n")
 
 
-def test_a_large_job_in_blocks_has_the_bound_of_any_layers():
-    job = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [1, 1]\n")
-    assert any_layers_bound(PlanOptions(layers="move"), job, ()) <= 6 < lower_bound(build_problem(job))
+def test_bounds_of_different_questions_are_not_combined():
+    one, other = Bound(3, Scope.STAGES), Bound(5, Scope.LAYERS)
+    assert (one | other.narrowed(Scope.STAGES)).ticks == 5
+    with pytest.raises(AssertionError, match="not comparable"):
+        one | other
+    with pytest.raises(AssertionError, match="proves nothing"):
+        one.narrowed(Scope.LAYERS)
+    assert all(wide.holds_for(narrow) for narrow, wide in pairwise(Scope))
+
+
+@pytest.mark.parametrize(("method", "scope"), [("cp-sat", Scope.LAYERS), ("greedy", Scope.LAYERS),
+                                               ("1f1b", Scope.OWN)])
+def test_a_bound_with_layers_in_place_is_none_where_they_move(method, scope):
+    made = plan_with(PlanOptions(layers="move", method=method, steps=200_000), FAR).schedule
+    assert made.scope is scope and check(made) == []
+    assert scope is not Scope.LAYERS or made.seconds(made.lower_bound_ticks) <= 6
+
+
+def test_a_large_job_in_blocks_says_that_its_bound_is_of_layers_in_place(monkeypatch):
+    monkeypatch.setattr(planner_plan, "LARGEST_MOVED", 0)
+    monkeypatch.setattr(planner_plan, "blocks_within", lambda *_, **__: Blocks(2, 0.1))
+    made = plan_with(PlanOptions(layers="move", steps=200_000), FAR).schedule
+    assert made.scope is Scope.OWN and made.seconds(made.lower_bound_ticks) > 6
+
+
+@pytest.mark.parametrize(("failed", "options", "scope"), [
+    ([], PlanOptions(steps=100_000), Scope.OWN), (DOWN, PlanOptions(steps=100_000), Scope.STAGES),
+    (DOWN, PlanOptions(steps=100_000, layers="move"), Scope.LAYERS)])
+def test_what_a_plan_claims_is_proven_by_its_file(failed, options, scope):
+    job = grid(2, 2, 4)
+    made = codec.decode(codec.encode(plan_with(options, job, failed).schedule))
+    assert made.scope is scope is proven_bound(made).scope
+    # The file does not tell the times of layers.
+    assert proven_bound(made).ticks == made.lower_bound_ticks or scope is Scope.LAYERS
+
+
+def test_with_roles_moved_the_bound_is_of_all_roles():
+    job = grid(3, 2, 6)
+    made = normalised(job, [Worker(0, 0), Worker(1, 0)], PlanOptions(steps=400_000)).schedule
+    assert made.scope is Scope.ROLES and proven_bound(made).ticks == made.lower_bound_ticks > 0
+
+
+def test_a_file_without_the_scope_is_read_as_the_narrowest_that_it_can_mean():
+    made = plan_job(grid(2, 2, 2), steps=10_000).schedule
+    text = codec.encode(made).replace(b',"bound_scope":"own micro-batches"', b"")
+    old = codec.decode(text)
+    assert old.bound_scope is msgspec.UNSET and old.scope is Scope.OWN and codec.encode(old) == text
+    with pytest.raises(codec.ScheduleError, match="bound_scope"):
+        codec.decode(codec.encode(made).replace(b"own micro-batches", b"everything"))
+
+
+def test_any_holder_may_help_where_roles_move_though_no_worker_of_its_stage_is_down():
+    """What bounds pipelines that keep their own micro-batches is no bound for a stage beside one with failures."""
+    windows = windows_of(grid(2, 2, 2), PlanOptions())
+    assert windows.bound(0, 0) == lower_bound(build_problem(grid(2, 2, 2), sharing=True))
 
 
 def test_a_plan_with_roles_in_place_is_not_called_optimal_for_all_roles():
@@ -94,7 +147,7 @@ def test_a_bound_counts_the_room_that_workers_have():
     assert wide.memory is not None
     own = replace(wide, memory=replace(wide.memory, capacity=(1, 1), capacity_of=tuple(
         Room(worker, 4) for worker in wide.grid.workers())))
-    assert check(own) == [] and proven_bound(own) <= own.period_ticks
+    assert check(own) == [] and proven_bound(own).ticks <= own.period_ticks
 
 
 # --- Whole numbers --------------------------------------------------------------------------------------------------
@@ -112,7 +165,7 @@ def test_what_rounding_takes_counts_all_that_takes_time():
     tick = tick_of(job, layer_costs(job))
     rounding = _rounding(job, layer_costs(job), tick, tick_of(job) / tick)
     exact = Fraction("4.00000051") / tick
-    assert rounding.sure(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
+    assert rounding.least(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
     assert rounding.ticks > 0
 
 

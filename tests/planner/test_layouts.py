@@ -50,7 +50,7 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     problem = problem_of_layout(job, failed, recut(job, 1, 2), optimizer=optimizer)
     assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
+    schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     assert schedule.rerouted == schedule.shed == 0
 
@@ -61,7 +61,7 @@ def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     problem = problem_of_layout(job, failed, finer_slices(layout_problem(job, failed), recut(job, 1, 2), 1))
     assert problem.interleaved
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
+    schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
     assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
@@ -82,7 +82,7 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
     problem = problem_of_layout(job, failed, layout)
     assert problem.interleaved
     solved = solve(problem, "greedy", Budget.of_steps(0))
-    assert check(build_schedule(problem, solved.pieces, lower_bound=1, method="greedy")) == []
+    assert check(build_schedule(problem, solved.pieces, method="greedy")) == []
 
 
 def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
@@ -90,7 +90,7 @@ def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
     job, failed = layered(2, 8, 16), [Worker(1, 3)]
     whole = build_problem(job)
     healthy = solve(whole, "greedy", Budget.of_steps(120_000))
-    free = build_schedule(whole, healthy.pieces, lower_bound=1, method="greedy", deadlines=healthy.deadlines)
+    free = build_schedule(whole, healthy.pieces, method="greedy", deadlines=healthy.deadlines)
     made = plan_only(PlanOptions(layers="move", steps=400_000), job, failed).schedule
     assert check(made) == []
     assert free.seconds(free.period_ticks) > 0.85 * made.seconds(made.period_ticks)

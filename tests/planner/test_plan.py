@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.model.start_times import earliest, period, solution_period, timed
@@ -37,14 +37,14 @@ def test_list_schedules_keep_every_rule(data, job, modes, order, lookahead, assi
     limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(job.columns)))
     rule = DispatchRule(forward_order=order, lookahead=lookahead, ignore_transfers=data.draw(st.booleans()),
                         in_flight=limits)
-    bound = lower_bound(problem)
+    bound = strongest_bound(problem)
     sequence = ListScheduler(arrays).order(rule)
     early = earliest(arrays, sequence)
     best, start = timed(arrays, sequence)
     for starts in (early, start):
         plan = arrays.solution(sequence, starts)
-        assert check(build_schedule(problem, plan, lower_bound=bound, method="greedy")) == []
-        assert bound <= solution_period(problem, plan) == period(arrays, starts)
+        assert check(build_schedule(problem, plan, bound=bound, method="greedy")) == []
+        assert bound.ticks <= solution_period(problem, plan) == period(arrays, starts)
     assert best == period(arrays, start) <= period(arrays, early)
 
 

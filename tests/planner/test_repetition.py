@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from slipstream.planner import repetition
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock, StepClock
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.options import PlanOptions
@@ -29,14 +30,14 @@ from slipstream.planner.repetition import (
     sample_of,
 )
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.schedule import OpKind, Scope, Worker
 from tests.jobs import failures, jobs
 
 GREEDY = PlanOptions(method="greedy", time_limit=0.01)
 
 
 def in_blocks(job, count, failed=()):
-    bound = lower_bound(build_problem(job, failed))
+    bound = strongest_bound(build_problem(job, failed))
     return joined_blocks(job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound)
 
 
@@ -64,7 +65,8 @@ def test_a_block_costs_one_filling_and_draining():
     job, down = uniform_job(3, 4, 60, capacity=8), [Worker(1, 2)]
     block = plan_only(GREEDY, uniform_job(3, 4, 20, capacity=8), down).schedule
     optimizer = 5
-    assert joined_blocks(job, [block] * 3, 0).period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
+    joined = joined_blocks(job, [block] * 3, Bound(0, Scope.STAGES))
+    assert joined.period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
 
 
 def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(monkeypatch):
@@ -97,7 +99,7 @@ def test_many_micro_batches_are_planned_in_blocks():
         planned.append((block.microbatches[0], seconds))
         return plan_only(GREEDY.within(seconds), block, down).schedule
 
-    schedule = repeated(job, Blocks(7, 2.0), lower_bound(build_problem(job, down)), plan_block)
+    schedule = repeated(job, Blocks(7, 2.0), strongest_bound(build_problem(job, down)), plan_block)
     assert planned == [(37, 1.0), (36, 1.0)]
     assert check(schedule) == [] and schedule.gap < 0.05
 

@@ -1,15 +1,20 @@
 """Samples that are not alike, dealt to the names of schedules: the numbers are those of one process all the same."""
 
+import numpy as np
 import pytest
 
+from slipstream.cli.run_page import run_page
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import run
+from slipstream.runtime.model.data.data import load_corpus
 from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
-from slipstream.runtime.replay.dealt_samples import DealtSamples
-from slipstream.schedules.schedule import Worker
+from slipstream.runtime.replay.dealt_samples import DealtSamples, costs_digest, first_costs, require_known_costs
+from slipstream.runtime.replay.placement import place
+from slipstream.runtime.run_record import read_run
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -27,15 +32,19 @@ def uneven(job=WIDE, **training):
                    "options": {"microbatches": list(job.microbatches)}, **training})
 
 
+def dealt_samples(schedule, config, data=None):
+    return DealtSamples(schedule, data or Uneven(config), config.training, place(schedule.grid, 4))
+
+
 @pytest.mark.parametrize("failed", [[], ["1.0"]])
 def test_an_iteration_has_its_samples_and_most_have_other_names(failed):
     schedule, config = schedule_for(WIDE, failed), uneven()
-    dealt = DealtSamples(schedule, Uneven(config), config.training)
+    dealt = dealt_samples(schedule, config)
     for iteration in (0, 1, 2, 7, 3):  # also where nobody has asked for it ahead
         names = [Microbatch(iteration, pipeline, index) for pipeline in range(3) for index in range(4)]
         found = [dealt(name) for name in names]
         assert sorted(found) == names and found != names
-        again = DealtSamples(schedule, Uneven(config), config.training)
+        again = dealt_samples(schedule, config)
         assert [again(name) for name in names] == found
         again.close()
     dealt.close()
@@ -44,7 +53,7 @@ def test_an_iteration_has_its_samples_and_most_have_other_names(failed):
 def test_without_costs_or_swaps_each_sample_has_its_own_name():
     config = uneven(deal_swaps=0)
     name = Microbatch(2, 1, 1)
-    assert DealtSamples(schedule_for(WIDE), Uneven(config), config.training)(name) == name
+    assert dealt_samples(schedule_for(WIDE), config)(name) == name
 
 
 def test_weights_are_shares_of_an_iterations_tokens():
@@ -117,3 +126,61 @@ def test_costs_that_cannot_be_are_refused_before_anything_runs(wrong, message, f
 def test_data_that_do_not_tell_tokens_cannot_be_weighed_by_them(fork_server, tmp_path):
     with pytest.raises(ConfigError, match=r"training\.loss_weights is 'tokens', and the data have no method tokens"):
         run(schedule_for(WIDE), tiny(loss_weights="tokens"), out=tmp_path / "out", fork_server=fork_server)
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Tokens of documents of 1 to 30 tokens; a context of 16."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(1, 256, 4000)
+    tokens[np.cumsum(random.integers(1, 30, 200))] = 0
+    tokens.astype("<u2").tofile(tmp_path / "tokens.bin")
+    rows = [[1e-3, 0.0, 1e-4]] * 4
+    return {"data": None, "options": {}, "tokens": str(tmp_path / "tokens.bin"), "document_end": 0,
+            "length_costs": dict.fromkeys(("forward", "backward_input", "backward_weight"), rows)}
+
+
+@pytest.mark.parametrize("training", [{}, {"tensor_parallel": 2, "clip_norm": 0.5}])
+def test_packed_documents_are_dealt_by_their_lengths(documents, training, fork_server, tmp_path):
+    config = uneven(**documents, **training)
+    schedule = schedule_for(WIDE)
+    data = load_corpus(config, WIDE.microbatches)
+    dealt = DealtSamples(schedule, data, config.training, place(schedule.grid, 4))
+    names = [Microbatch(1, pipeline, index) for pipeline in range(3) for index in range(4)]
+    assert sorted(map(dealt, names)) == names != list(map(dealt, names))
+    dealt.close()
+    result = train([at("1.0", 1, 3), at("0.1", 4, "stepped")], fork_server, tmp_path / "run", job=WIDE, config=config)
+    assert result.recoveries
+    record = read_run(tmp_path / "run")
+    assert record.cost_error is not None and 0 < record.cost_error < 100  # these costs are none of this machine
+    page = run_page(record, tmp_path / "page.html").decode()
+    assert "costs known to" in page and '<table id="ops">' in page and "measured / planned" in page
+
+
+def test_costs_of_another_model_are_refused(documents):
+    documents["length_costs"]["forward"] = documents["length_costs"]["forward"][1:]
+    with pytest.raises(ConfigError, match=r"training\.length_costs is .*; expected a table with lists of equal length"):
+        uneven(**documents)
+    short = {name: [[1.0, 0.0, 0.0]] for name in ("forward", "backward_input", "backward_weight")}
+    config, schedule = uneven(**documents | {"length_costs": short}), schedule_for(WIDE)
+    with pytest.raises(ConfigError, match="length_costs is of 1 layers; the model has 4"):
+        require_known_costs(load_corpus(config, WIDE.microbatches), schedule, config.training, place(schedule.grid, 4))
+
+
+def test_a_worker_that_measures_itself_knows_what_its_sample_costs(documents):
+    config = uneven()
+    found = first_costs(Uneven(config), config.training, (0, 2), 3)
+    assert found == dict.fromkeys(found, pytest.approx(Uneven(config).costs(3)[0, 0]))
+    packed = uneven(**documents)
+    data = load_corpus(packed, WIDE.microbatches)
+    lengths = data.lengths(3)
+    seconds = [2e-3 + 2e-4 * sum(one * one for one in sample) for sample in lengths]  # of two layers
+    assert first_costs(data, packed.training, (1, 3), 3)[OpKind.F] == pytest.approx(seconds[0] / np.mean(seconds))
+    assert first_costs(Uneven(config), uneven(deal_swaps=0).training, (0, 2), 3) is None
+
+
+def test_workers_that_would_deal_otherwise_are_told_apart():
+    config = uneven()
+    others = {"deal_swaps": 100}, {"seed": 5}, {"options": {"microbatches": [4, 4, 4], "wrong": "negative"}}
+    digests = {costs_digest(Uneven(one), one.training) for one in (config, *(uneven(**more) for more in others))}
+    assert len(digests) == 4 and costs_digest(Uneven(config), config.training) in digests

@@ -41,7 +41,7 @@ def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: B
     for layout in candidates(layout_problem(job, failed, backward=backward, layers=layers)):
         problem = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer)
         solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + SECONDS))
-        yield build_schedule(problem, solved.pieces, lower_bound=1, method="greedy", deadlines=solved.deadlines)
+        yield build_schedule(problem, solved.pieces, method="greedy", deadlines=solved.deadlines)
 
 
 def floats(schedule: Schedule) -> bool:

@@ -193,7 +193,7 @@ def test_linear_time(few, many):
 
     def work(size):
         problem = build_problem(grid(*size), [Worker(1, 2), Worker(3, 3), Worker(2, 1)])
-        schedule = build_schedule(problem, list_schedule(problem), lower_bound=1, method="greedy")
+        schedule = build_schedule(problem, list_schedule(problem), method="greedy")
         found = []
         lines = lines_run(lambda: found.extend(check(schedule)))
         assert found == []

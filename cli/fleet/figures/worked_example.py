@@ -2,9 +2,9 @@
 
 from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
 from slipstream.planner.job.file import Job, StageMemory, StageTimes
+from slipstream.planner.options import Method
 from slipstream.planner.plan import Plan, plan_job
 from slipstream.planner.progress import CountCallback
-from slipstream.planner.search.engine import Method
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)

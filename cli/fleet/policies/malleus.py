@@ -12,17 +12,21 @@ Assumed, in their favour: memory is no limit; detection and planning take no tim
 where a worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import layers_of
-from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of
+from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed
 from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
                 "many pipelines as the job has, of nearly equal length; memory is no limit; a change costs a switch "
                 "and the loading of a stage, a death also half an iteration; layers that no live node holds come from "
                 "a checkpoint")
+
+Pipelines = Mapping[tuple[float, ...], int]
+"""How many pipelines there are whose machines have these factors."""
 
 
 class Malleus(Policy):
@@ -38,8 +42,10 @@ class Malleus(Policy):
         super().__init__(scenario)
         self._pipelines: list[list[int]] = [[] for _ in range(scenario.pipelines)]
         """The machines of each pipeline."""
+        self._pipeline_of: dict[int, list[int]] = {}
+        """That of each machine."""
         self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
-        self._seconds = self._iteration(((1.0,) * scenario.stages,) * scenario.pipelines)
+        self._seconds = self._iteration(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
@@ -55,7 +61,7 @@ class Malleus(Policy):
         """With failures spread over pipelines."""
         live, count = self.scenario.workers - failures, self.scenario.pipelines
         sizes = [live // count + (index < live % count) for index in range(count)]
-        return self._rate_of([(1.0,) * size for size in sizes if size])
+        return self._rate_of(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Fill the pipelines evenly."""
@@ -66,8 +72,8 @@ class Malleus(Policy):
         """Cut pipelines and divide the batch anew."""
         gone = set(change.removed)
         lost = not all_layers_held(self._pipelines, gone)
-        if gone:
-            self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
+        for machine in gone:
+            self._pipeline_of.pop(machine).remove(machine)
         self._fill(change.added)
         if self.needs_checkpoint(remaining) or lost:
             return self.restart(self._current_rate(), remaining)
@@ -77,28 +83,38 @@ class Malleus(Policy):
     def _fill(self, machines: Sequence[int]) -> None:
         """Put machines into the shortest pipelines, and move some where lengths differ by more than one."""
         for machine in machines:
-            min(self._pipelines, key=len).append(machine)
+            self._put(machine, min(self._pipelines, key=len))
         while len(longest := max(self._pipelines, key=len)) > len(shortest := min(self._pipelines, key=len)) + 1:
-            shortest.append(longest.pop())
+            self._put(longest.pop(), shortest)
+
+    def _put(self, machine: int, pipeline: list[int]) -> None:
+        pipeline.append(machine)
+        self._pipeline_of[machine] = pipeline
 
     def _current_rate(self) -> float:
-        if self.slow:
-            return self._rate_of([tuple(self.slow.get(machine, 1.0) for machine in nodes)
-                                  for nodes in self._pipelines if nodes])
-        lengths = tuple(sorted([len(nodes) for nodes in self._pipelines if nodes]))
-        return self.throughputs.kept((Malleus.name, lengths), lambda: self._rate_of([(1.0,) * one for one in lengths]))
+        lengths = Counter(map(len, self._pipelines))
+        slow: Counter[tuple[float, ...]] = Counter()
+        for nodes in {id(nodes := self._pipeline_of[machine]): nodes for machine in self.slow}.values():
+            slow[tuple(sorted(self.slow.get(machine, 1.0) for machine in nodes))] += 1
+            lengths[len(nodes)] -= 1
+        pipelines = Counter({(1.0,) * length: count for length, count in lengths.items() if length and count}) + slow
+        key = Malleus.name, frozenset(pipelines.items())
+        return self.throughputs.kept(key, lambda: self._rate_of(pipelines))
 
-    def _rate_of(self, pipelines: Sequence[tuple[float, ...]]) -> float:
-        """Samples per second of pipelines with these factors."""
+    def _rate_of(self, pipelines: Pipelines) -> float:
+        """Samples per second of so many pipelines whose machines have these factors, ascending."""
         if not pipelines:
             return 0.0
         clock = self.throughputs.job.time
         step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
         return self.fault_free_rate * (self._seconds + step) / (self._iteration(pipelines) + step)
 
-    def _iteration(self, pipelines: Sequence[tuple[float, ...]]) -> float:
-        alike = sorted(tuple(sorted(factors)) for factors in pipelines)
-        return iteration_by_speed(self._layers, tuple(alike), sum(self.throughputs.job.microbatches))
+    def _iteration(self, pipelines: Pipelines) -> float:
+        """Seconds of an iteration on pipelines that are each cut by speed (`fastest_split`)."""
+        cuts: Counter[Template] = Counter()
+        for factors, count in pipelines.items():
+            cuts[cut_by_speed(self._layers, factors)] += count
+        return fastest_split(cuts, sum(self.throughputs.job.microbatches))
 
 
 class ResiHP(Malleus):

@@ -1,11 +1,10 @@
 """Pipelines whose stages differ: layers cut by the speed of each node, and who holds them when some are gone."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
+from slipstream.cli.fleet.policies.oobleck_templates import Template
 
 
 @lru_cache(maxsize=65536)
@@ -27,14 +26,6 @@ def cut_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Templ
             high = middle
     stages = _stages_within(prefix, factors, high * (1 + 1e-9)) or [prefix[-1] * min(factors)]
     return Template(step=max(stages), fill=sum(stages) - max(stages))
-
-
-@lru_cache(maxsize=65536)
-def iteration_by_speed(layers: tuple[float, ...], pipelines: tuple[tuple[float, ...], ...],
-                       microbatches: int) -> float:
-    """Seconds of an iteration on pipelines whose nodes have these factors, each cut by speed (`fastest_split`)."""
-    cuts = Counter[Template](cut_by_speed(layers, factors) for factors in pipelines)
-    return fastest_split(cuts, microbatches)
 
 
 def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: float) -> list[float] | None:

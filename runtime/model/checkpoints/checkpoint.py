@@ -29,7 +29,7 @@ from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEEP = 2
-_LATER = {"hugging_face", "options"}
+_LATER = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that older checkpoints lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms as forms
 from slipstream.runtime.model.data.data import Microbatch as Microbatch
+from slipstream.runtime.model.data.data import gives_more
 from slipstream.runtime.model.layers.calling import Batch, LayerCall, adding_losses, loss_call
 from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast, layer_randomness, layer_seed
 from slipstream.runtime.model.layers.recomputing import recomputed, recomputing
@@ -68,7 +69,9 @@ class SliceRunner:
         self.last = layers[1] == model.layers
         self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
                        for layer in range(*layers)}
-        self.reads_batch = self.first or self.last or any(call.takes_batch for call in self._calls.values())
+        more = gives_more(config.training)
+        self.reads_batch = self.first or self.last or any(
+            call.takes_batch if more else call.needs_batch for call in self._calls.values())
         """Whether F needs what belongs to the micro-batch."""
         self._recomputed = recomputed(config.training, model.layers)
         self._loss_of = loss_call(model.loss)
@@ -247,10 +250,14 @@ class Slices:
         """This worker's part of the mean loss since the last call."""
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
-    def discard(self) -> None:
-        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+    def let_go(self) -> None:
+        """Forget all micro-batches in flight, and the losses."""
         for runner in self.runners.values():
             runner.discard()
+
+    def discard(self) -> None:
+        """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
+        self.let_go()
         self._holding.zero_gradients()
 
 

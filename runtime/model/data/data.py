@@ -4,10 +4,12 @@ import hashlib
 import os
 import re
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.document_data import DocumentData, Packed
 from slipstream.runtime.model.data.token_data import TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
 from slipstream.runtime.model.data.tokenized_text import tokenized
@@ -25,6 +28,7 @@ from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
+TORCHTITAN = "slipstream.runtime.model.data.torchtitan_data:TorchtitanData"
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -67,9 +71,61 @@ class Data(Protocol):
         """
 
 
+class IterationData(Protocol):
+    """Data that are read iteration by iteration, as a loader is: all samples of one, in order, on every worker."""
+
+    @property
+    def digest(self) -> str:
+        """As of `Data`."""
+
+    def samples(self, iteration: int, count: int) -> Sequence[tuple[Tensor, ...]]:
+        """The `count` micro-batches of an iteration, pipeline by pipeline, each as `Data.batch` gives it.
+
+        Iterations are asked for in order, some again, and after a failure or from a checkpoint from any on. Where there
+        is also `tokens(sample)`, it says how many tokens the loss of one counts.
+        """
+
+
+class _ByIterations:
+    """`IterationData` as `Data`; the last two iterations are kept, as one may still be read, or again."""
+
+    def __init__(self, data: Any, microbatches: Sequence[int]) -> None:
+        self._data, self.digest = data, data.digest
+        self._first = list(accumulate(microbatches, initial=0))
+        self._kept: dict[int, Sequence[tuple[Tensor, ...]]] = {}
+        self._lock = threading.Lock()
+        if hasattr(data, "tokens"):
+            self.tokens = lambda iteration: [data.tokens(sample) for sample in self._samples(iteration)]
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """See `Data`: the data know batch and context from their configuration."""
+        return self._samples(microbatch.iteration)[self._first[microbatch.pipeline] + microbatch.index]
+
+    def _samples(self, iteration: int) -> Sequence[tuple[Tensor, ...]]:
+        with self._lock:
+            if iteration not in self._kept:
+                found = self._data.samples(iteration, self._first[-1])
+                if len(found) != self._first[-1]:
+                    raise ConfigError(f"the data give {len(found)} samples for iteration {iteration}; expected "
+                                      f"{self._first[-1]}, one for each micro-batch of all pipelines")
+                self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
+                self._kept[iteration] = found
+            return self._kept[iteration]
+
+
 def knows_costs(data: Data) -> bool:
     """Whether data tell what samples cost: `costs(iteration)`, see `schedules.dealing`."""
     return callable(getattr(data, "costs", None))
+
+
+def knows_lengths(data: Data) -> bool:
+    """Whether data tell the lengths of samples' documents: `lengths(iteration)`, a list of them for each sample."""
+    return callable(getattr(data, "lengths", None))
+
+
+def gives_more(training: TrainingConfig) -> bool:
+    """Whether data may give more than tokens and targets."""
+    return training.document_end is not None or training.data is not None or training.validation_data is not None
 
 
 def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
@@ -78,7 +134,7 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
-        return _own(config, config.training.data)
+        return _own(config, config.training.data, microbatches)
     if config.training.tokens is not None or config.training.tokenizer is not None:
         return _tokens(config, microbatches)
     path = config.training.text
@@ -91,11 +147,11 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     return Corpus(torch.from_numpy(text), config.training.seed)
 
 
-def _own(config: RunConfig, name: str) -> Data:
-    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
-    make = load_reference("training.data", name)
+def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data`, or `IterationData`, says."""
+    make = load_reference("training.data", TORCHTITAN if name == "torchtitan" else name)
     try:
-        data: Data = make(config)
+        data: Any = make(config)
         digest: object = data.digest
     except ConfigError:
         raise
@@ -104,7 +160,8 @@ def _own(config: RunConfig, name: str) -> Data:
                           ) from error
     if not isinstance(digest, str):
         raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
-    return data
+    found: Data = _ByIterations(data, microbatches) if hasattr(data, "samples") else data
+    return found
 
 
 def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
@@ -135,15 +192,19 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
         assert training.text is not None and training.tokenizer is not None
         source = f"training.text is {training.text!r}"
         tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
-    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
-                     seed=training.seed, shuffle=training.shuffle)
+    given: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
+                             "seed": training.seed, "shuffle": training.shuffle}
+    if training.document_end is None:
+        return TokenData(source, tokens, **given)
+    return DocumentData(source, tokens, **given, document_end=training.document_end, batch=training.batch)
 
 
 def batch_form(config: RunConfig) -> TupleForm:
     """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
-        return TupleForm((TensorForm((training.batch, context), torch.int64),) * 2)
+        tokens = TensorForm((training.batch, context), torch.int64)
+        return TupleForm((tokens,) * 2) if training.document_end is None else TupleForm((tokens,) * 3, Packed._fields)
     given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
     if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
         kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""

@@ -73,19 +73,23 @@ class TokenData:
             found.update(np.ascontiguousarray(self._tokens[start:start + BLOCK]).data)
         return found.hexdigest()
 
-    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
         """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU.
 
         Raises BadTokenError.
         """
         first = microbatch.iteration * self._first[-1] + self._first[microbatch.pipeline] + microbatch.index
-        rows = np.empty((batch, context + 1), np.int64)
-        for row, number in enumerate(self._numbers(range(first * batch, (first + 1) * batch))):
+        window = torch.from_numpy(self._rows(range(first * batch, (first + 1) * batch), context))
+        return window[:, :-1], window[:, 1:]
+
+    def _rows(self, places: range, context: int) -> NDArray[np.int64]:
+        """[samples, context + 1]: tokens of the samples at these places."""
+        rows = np.empty((len(places), context + 1), np.int64)
+        for row, number in enumerate(self._numbers(places)):
             sample = self._tokens[number * context:(number + 1) * context + 1]
             self._require_known(number * context, sample)
             rows[row] = sample
-        window = torch.from_numpy(rows)
-        return window[:, :-1], window[:, 1:]
+        return rows
 
     def _numbers(self, places: range) -> list[int]:
         """The samples at places that are counted through all epochs."""

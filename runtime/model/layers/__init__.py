@@ -7,6 +7,7 @@
     recomputing       layers, and parts of them, that are computed again before their backward
     compiling         layers compiled by torch.compile, with that backward
     sharing           parameters that several layers share
+    documents         attention within the documents of a sample
     cross_entropy     the loss of language models, a few rows of logits at a time
     gpt               the GPT that comes with the package
     worker_group      the process group of a worker's ranks, for layers
@@ -15,5 +16,6 @@
     gpt_parallel      the GPT's layers as one of several processes of a worker has them
     distributed_tensors  layers that torch's parallelize_module has cut
     hugging_face/     decoder models of transformers, by name
+    torchtitan/       torchtitan's models, by name
     flops             operations of a model's training, counted
 """

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from slipstream.runtime.model.layers.compiling import compile_layer
 from slipstream.runtime.model.layers.distributed_tensors import as_called
+from slipstream.runtime.model.layers.documents import remember_lengths
 from slipstream.runtime.model.passed import Value, changed, handed_on
 from slipstream.runtime.torch_private import without_function_mode
 
@@ -23,7 +24,15 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     """A micro-batch, there."""
     moved = changed(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
+    positions, there = positions_of(batch), positions_of(moved)
+    if positions is not None and there is not None:
+        remember_lengths(positions, there)
     return moved
+
+
+def positions_of(batch: Batch | None) -> Tensor | None:
+    """[B or 1, T]: where each token stands in its document, where data say so."""
+    return getattr(batch, "position_ids", None)
 
 
 _ADDED: ContextVar[list[Tensor] | None] = ContextVar("added losses", default=None)
@@ -34,6 +43,12 @@ def takes_batch(function: Callable[..., Any]) -> bool:
     return "batch" in inspect.signature(function).parameters
 
 
+def needs_batch(function: Callable[..., Any]) -> bool:
+    """Whether it reads that in any case. A `batch` that may be None is for what data give beyond tokens and targets."""
+    parameters = inspect.signature(function).parameters
+    return "batch" in parameters and parameters["batch"].default is not None
+
+
 class LayerCall:
     """A layer that is called as it wants to be."""
 
@@ -41,7 +56,7 @@ class LayerCall:
         self._module, self._compiled = module, compiled
         if compiled:
             compile_layer(module)
-        self.takes_batch = takes_batch(module.forward)
+        self.takes_batch, self.needs_batch = takes_batch(module.forward), needs_batch(module.forward)
         self._copy = _copy_of(module) if hasattr(module, "placed") else None
         """Where torch's own functions have cut it: what is called with other parameters in the place of its own. A
         thread that is left behind within a call leaves the layer itself as it is."""

@@ -5,13 +5,16 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, C width, H heads, 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.runtime.config import ModelConfig
+from slipstream.runtime.model.layers.calling import Batch, positions_of
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.documents import within_documents
 from slipstream.runtime.model.layers.recomputing import recomputable
 from slipstream.runtime.model.seeds import derive_seed, seeded
 
@@ -27,10 +30,12 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
         """Tokens [B, T] to features [B, T, C]."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTC: Tensor = self.dropout(self.tokens(tokens_BT) + self.positions(positions_T))
+        positions_BT = positions_of(batch)
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTC: Tensor = self.dropout(self.tokens(tokens_BT) + self.positions(positions_BT))
         return x_BTC
 
 
@@ -44,12 +49,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, dtype=dtype)
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Features [B, T, C] to features [B, T, C]; each token sees itself and those before it."""
+    def forward(self, x_BTC: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Features [B, T, C] to features [B, T, C]; each token sees itself and those before it in its document."""
         qkv_BT3HK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BHTK, k_BHTK, v_BHTK = qkv_BT3HK.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.dropout if self.training else 0.0
-        y_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        attend = partial(functional.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0,
+                         is_causal=True)
+        y_BHTK = within_documents(attend, positions_BT, q_BHTK, k_BHTK, v_BHTK)
         y_BTC: Tensor = self.out(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTC
 
@@ -66,14 +72,14 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp * config.width, config.width, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, batch: Batch | None = None) -> Tensor:
         """Features [B, T, C] to features [B, T, C]."""
-        x_BTC = x_BTC + recomputable("attention", self._attended, x_BTC)
+        x_BTC = x_BTC + recomputable("attention", self._attended, x_BTC, positions_of(batch))
         return x_BTC + recomputable("mlp", self._fed, x_BTC)
 
-    def _attended(self, x_BTC: Tensor) -> Tensor:
+    def _attended(self, x_BTC: Tensor, positions_BT: Tensor | None) -> Tensor:
         """What attention adds to features."""
-        y_BTC: Tensor = self.dropout(self.attention(self.attention_norm(x_BTC)))
+        y_BTC: Tensor = self.dropout(self.attention(self.attention_norm(x_BTC), positions_BT))
         return y_BTC
 
     def _fed(self, x_BTC: Tensor) -> Tensor:

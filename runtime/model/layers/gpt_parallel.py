@@ -8,8 +8,9 @@ Shapes as there; R ranks, S = T / R tokens of a rank's part of the sequence, N =
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.model.layers.calling import Batch, positions_of
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.documents import within_documents
 from slipstream.runtime.model.layers.gpt import GPT, Attention, Block, Embedding, Head
 from slipstream.runtime.model.layers.recomputing import recomputable
 from slipstream.runtime.model.layers.shards import Shard, Shards, cut_parameters
 from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts
 from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_group
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 _QKV = Shard(0, blocks=3)
 
@@ -38,14 +42,21 @@ class ParallelEmbedding(nn.Module):
         self.group, self.dropout = group, whole.dropout.p
         self.tokens, self.positions = whole.tokens, whole.positions
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, batch: Batch | None = None) -> Tensor:
         """Tokens [B, T] to this rank's features [B, S, C]."""
-        known = self.tokens.weight.shape[0]
-        local_BT = tokens_BT - self.group.rank() * known
-        mine_BT = (local_BT >= 0) & (local_BT < known)
-        partial_BTC = functional.embedding(local_BT.where(mine_BT, 0), self.tokens.weight) * mine_BT.unsqueeze(-1)
-        x_BSC = sum_parts(partial_BTC, 1, self.group) + self.positions.weight
+        tokens_BTC, positions_BT = self._mine(tokens_BT, self.tokens.weight), positions_of(batch)
+        if positions_BT is None:
+            x_BSC = sum_parts(tokens_BTC, 1, self.group) + self.positions.weight
+        else:  # any rank may have those of this part of the sequence
+            x_BSC = sum_parts(tokens_BTC + self._mine(positions_BT, self.positions.weight), 1, self.group)
         return _dropped(x_BSC, 1, self.dropout, self)
+
+    def _mine(self, number_BT: Tensor, rows: Tensor) -> Tensor:
+        """The features [B, T, C] of those numbers whose rows this rank has, else 0."""
+        known = rows.shape[0]
+        local_BT = number_BT - self.group.rank() * known
+        mine_BT = (local_BT >= 0) & (local_BT < known)
+        return functional.embedding(local_BT.where(mine_BT, 0), rows) * mine_BT.unsqueeze(-1)
 
 
 class ParallelAttention(nn.Module):
@@ -56,24 +67,24 @@ class ParallelAttention(nn.Module):
         self.group, self.heads, self.dropout = group, whole.heads // group.size(), whole.dropout
         self.qkv, self.out = whole.qkv, whole.out
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """Features [B, T, C] to what these heads add to them, [B, T, C], without the bias."""
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
+        attend: Attend = partial(functional.scaled_dot_product_attention, is_causal=True)
         if self.dropout and self.training:
-            y_BNTK = self._attend(q_BNTK, k_BNTK) @ v_BNTK
-        else:
-            y_BNTK = functional.scaled_dot_product_attention(q_BNTK, k_BNTK, v_BNTK, is_causal=True)
+            attend = self._attend_dropping
+        y_BNTK = within_documents(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
         return functional.linear(y_BNTK.transpose(1, 2).flatten(2), self.out.weight)
 
-    def _attend(self, q_BNTK: Tensor, k_BNTK: Tensor) -> Tensor:
-        """The weights [B, N, T, T] of attention, some dropped: those that one process would drop.
+    def _attend_dropping(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
+        """Attention of whose weights [B, N, T, T] some are dropped: those that one process would drop.
 
         A fused kernel draws by the place of an element among the heads that it is given, and takes no other.
         """
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
         ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
-        return _dropped(scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1), 1, self.dropout, self)
+        return _dropped(scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1), 1, self.dropout, self) @ v_BNTK
 
 
 class ParallelBlock(nn.Module):
@@ -90,17 +101,18 @@ class ParallelBlock(nn.Module):
         self.attention = ParallelAttention(whole.attention, group)
         self.up, self.down = whole.up, whole.down
 
-    def forward(self, x_BSC: Tensor) -> Tensor:
+    def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
         """Features [B, S, C] of a part of the sequence to features [B, S, C]."""
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
             self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
             self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
-        x_BSC = x_BSC + recomputable("attention", self._attended, x_BSC, norm, bias, out_bias)
+        x_BSC = x_BSC + recomputable("attention", self._attended, x_BSC, norm, bias, out_bias, positions_of(batch))
         return x_BSC + recomputable("mlp", self._fed, x_BSC, mlp_norm, mlp_bias, down_bias)
 
-    def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor) -> Tensor:
+    def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
+                  positions_BT: Tensor | None) -> Tensor:
         """What attention adds to features."""
-        y_BTC = self.attention(self._normed(x_BSC, norm, bias))
+        y_BTC = self.attention(self._normed(x_BSC, norm, bias), positions_BT)
         return _dropped(sum_parts(y_BTC, 1, self.group) + out_bias, 1, self.dropout, self)
 
     def _fed(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:

@@ -4,10 +4,13 @@ So a step that is undone, one that is repeated after a failure, and one of a run
 learning rate that they would have had.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
-from slipstream.runtime.config import TrainingConfig
+from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.object_reference import load_reference
 
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -31,6 +34,8 @@ def is_scheduled(config: TrainingConfig) -> bool:
 
 def scale(config: TrainingConfig, iteration: int) -> float:
     """The learning rate of an iteration as a multiple of `config.learning_rate`."""
+    if ":" in config.learning_rate_schedule:
+        return _own(config, iteration)
     warmup = config.warmup_iterations
     if iteration < warmup:
         return (iteration + 1) / warmup
@@ -42,3 +47,25 @@ def scale(config: TrainingConfig, iteration: int) -> float:
     progress = min(1.0, max(0, iteration - begin) / max(1, end - begin))
     final = (config.final_learning_rate or 0.0) / config.learning_rate
     return final + (1 - final) * _DECAYS[config.learning_rate_schedule](progress)
+
+
+def _own(config: TrainingConfig, iteration: int) -> float:
+    """What a function of the user's own gives. Raises ConfigError."""
+    name = config.learning_rate_schedule
+    try:
+        found = float(_function(name)(config, iteration))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which fails: {type(error).__name__}: "
+                          f"{first_line(error)}") from error
+    if not 0 <= found < math.inf:
+        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which gives {found} for iteration {iteration};"
+                          " expected a number from 0")
+    return found
+
+
+@functools.cache
+def _function(name: str) -> Callable[[TrainingConfig, int], float]:
+    found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
+    return found

@@ -106,6 +106,8 @@ def test_the_command_writes_a_page_and_json(small, tmp_path, monkeypatch):
     assert len(report["cases"][0]["policies"][0]["seeds"]) == 2 and len(report["published"]) == 8
     page = (tmp_path / "out" / "benchmark.html").read_text()
     assert "T &lt;b&gt;" in page and "prefers-color-scheme: dark" in page
+    tables = (tmp_path / "out" / "benchmark.md").read_text()
+    assert "| theirs | " in tables and "| small | switch: " in tables and "| bamboo | 350M, over the" in tables
     assert "http" not in page.replace("http://www.w3.org", "")
     for name in FEW:
         assert name in page and name in result.stdout

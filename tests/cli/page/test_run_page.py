@@ -50,7 +50,7 @@ def test_in_the_terminal(folder):
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0] == ("example <b>: goes on, or was killed · 31 of 1000 iterations in 86.2 s · 11.5 samples/s · "
-                        "4 workers · 1 failures")
+                        "4 workers · 1 failure")
     rows = [" ".join(line.split()) for line in lines[2:6]]
     assert rows == ["5.0 s 0-10 whole 4 1 s 100 % 1.8 s 100 % 16",
                     "28.0 s 11-16 at once 3 2 s 50 % 3.6 s 50 % 8",

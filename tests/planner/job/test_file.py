@@ -52,7 +52,7 @@ def test_weights_and_values_of_layers():
     (GOOD.replace("pipelines = 2", "pipelines = true"), "pipelines is True"),
     (GOOD.replace("pipelines = 2\n", ""), "key 'pipelines' is missing"),
     (GOOD.replace("stages = 3", "stages = 99999999"), "stages is 99999999"),
-    (GOOD.replace("microbatches = 4", "microbatches = [4]"), "microbatches has 1 values; expected 2, one per pipeline"),
+    (GOOD.replace("microbatches = 4", "microbatches = [4]"), "microbatches has 1 value; expected 2, one per pipeline"),
     (GOOD.replace("0.0297", "[1, 2]"), "time.forward has 2 values; expected 3"),
     (GOOD.replace("0.0297", "-1"), "time.forward is -1; expected a finite number of at least 0"),
     (GOOD.replace("0.0297", "nan"), "time.forward is nan"),

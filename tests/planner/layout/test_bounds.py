@@ -39,7 +39,7 @@ def test_no_bound_is_above_the_true_optimum(shape, forward, backward, optimizer,
     down = [Worker(0, 1)] if failed and pipelines > 1 else []
     least = optimal_period(build_problem(job, down))
     for layers in ("fixed", "move"):
-        assert period_bound(layout_problem(job, down, layers=layers)) <= least
+        assert period_bound(layout_problem(job, down, layers=layers)).ticks <= least
     assert whole_bound(layout_problem(job, down)) <= least
 
 
@@ -49,19 +49,19 @@ def test_fill_bound_is_met():
                                 capacity=1))
     given_problem = layout_problem(job)
     assert fill_ticks(given_problem, Worker(0, 0)) == 4 + 4 + 5 + 4 - 4 - 1  # a tick for rounding
-    assert optimal_period(build_problem(job)) == period_bound(given_problem) + 1
+    assert optimal_period(build_problem(job)) == period_bound(given_problem).ticks + 1
 
 
 def test_somebody_runs_one_layer_of_a_micro_batch_more_than_the_mean():
     """16 layers of 16 micro-batches over 7 workers: 37 at least on some worker, which holds three layers for that."""
     given_problem = problem(2, 4, 8, 4, failed=["1.2"])
     assert work_bound(given_problem) == 1 + 1098
-    assert period_bound(given_problem) == 37 * 30 + 3
+    assert period_bound(given_problem).ticks == 37 * 30 + 3
 
 
 def test_slow_workers_run_whole_layers_of_whole_micro_batches_too():
     """2 layers of 4 micro-batches over a worker that takes 30 ticks for each and one that takes 40: 5 and 3."""
-    assert period_bound(problem(2, 1, 2, 2, slow={"1.0": 1333})) == 5 * 30 + 2
+    assert period_bound(problem(2, 1, 2, 2, slow={"1.0": 1333})).ticks == 5 * 30 + 2
 
 
 @pytest.mark.parametrize(("slow", "least"), [(1340, 35), (2000, 37)])

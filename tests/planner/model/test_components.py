@@ -84,7 +84,7 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
     known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(12_000))
-    schedule = build_schedule(problem, list(zip(known.pieces, known.solutions, strict=True)), lower_bound=1,
+    schedule = build_schedule(problem, list(zip(known.pieces, known.solutions, strict=True)),
                               method="greedy", deadlines=known.deadlines)
     assert schedule.period_ticks == known.period
     return schedule

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipstream.planner.budget import STEP_SECONDS, Budget
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
@@ -65,7 +65,7 @@ def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
     period = solution_period(problem, after)
     assert lower_bound(problem) <= period <= annealer.period  # less where no op ends at a deadline
     assert annealer.period <= solution_period(problem, before)
-    schedule = build_schedule(problem, after, lower_bound=lower_bound(problem), method="cp-sat")
+    schedule = build_schedule(problem, after, bound=strongest_bound(problem), method="cp-sat")
     assert check(schedule) == [] and schedule.period_ticks == period
 
 

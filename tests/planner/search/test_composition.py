@@ -45,7 +45,7 @@ def test_each_set_of_workers_runs_its_own_best_order():
     assert sorted(order.tolist()) == list(range(len(order)))
     assert solution_period(problem, solution) <= period <= 1.01 * min(periods)
     solved = [(undivided(problem), solution)]
-    assert check(build_schedule(problem, solved, lower_bound=1, method="greedy")) == []
+    assert check(build_schedule(problem, solved, method="greedy")) == []
 
 
 def test_an_order_that_is_no_better_is_no_news():

@@ -33,7 +33,7 @@ def listed():
                                     "close to the best")])
 def test_little_tried_asks_for_more_time_and_much_in_vain_does_not(listed, effort, says):
     text = evidence(msgspec.structs.replace(listed, annealing=effort), Clock(), 20.0)
-    assert says in text and text.endswith(f"the bound counts {listed.bound_counts}")
+    assert says in text and text.endswith(f"the bound counts {listed.bound.counts}")
 
 
 def test_annealing_without_time_forgets_nothing(listed):

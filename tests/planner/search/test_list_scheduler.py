@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
@@ -72,7 +73,7 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
     with interpreted("list_scheduler", "start_times"):
         period, solution = listed(problem, assignment, data.draw(rules(problem)))
     optimum = optimal_period(problem)
-    assert check(build_schedule(problem, solution, lower_bound=optimum, method="greedy")) == []
+    assert check(build_schedule(problem, solution, bound=Bound(optimum, problem.scope), method="greedy")) == []
     assert period == solution_period(problem, solution) >= optimum
 
 
@@ -174,13 +175,13 @@ def test_wherever_there_is_room_for_one_microbatch_there_is_a_plan(data, case, o
         return
     problem = build_problem(job, down, backward=backward, optimizer=optimizer)
     _, solution = listed(problem, data.draw(st.sampled_from(ASSIGNMENT_RULES)), data.draw(rules(problem)))
-    assert check(build_schedule(problem, solution, lower_bound=1, method="greedy")) == []
+    assert check(build_schedule(problem, solution, method="greedy")) == []
 
 
 def test_a_stash_larger_than_the_activation_waits_for_weight_gradients():
     """Room for the stash of one stage beside one activation: both micro-batches of a worker overlap only just."""
     problem = build_problem(parse_job(INTERLEAVED))
     _, solution = listed(problem, "least-loaded", DispatchRule())
-    assert check(build_schedule(problem, solution, lower_bound=1, method="greedy")) == []
+    assert check(build_schedule(problem, solution, method="greedy")) == []
     with pytest.raises(NoPlanError, match=r"has room for 3, but one micro-batch needs 4 there"):
         build_problem(parse_job(INTERLEAVED.replace("capacity = 4", "capacity = 3")))

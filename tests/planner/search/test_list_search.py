@@ -12,7 +12,7 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from slipstream.planner.model.start_times import solution_period
@@ -49,10 +49,10 @@ def test_exchanges_find_what_no_assignment_rule_gives():
                more="[memory]\ncapacity = 8\nweight_stash = 1\n")
     problem = build_problem(job, [Worker(0, 2), Worker(1, 3), Worker(2, 0)], sharing=False)
     piece, = decompose(problem)
-    bound = lower_bound(problem)
-    solution, period = search(problem, bound, Budget.of_steps(40_000_000))
-    assert period <= 1.02 * bound
-    schedule = build_schedule(problem, [(piece, solution)], lower_bound=bound, method="greedy")
+    bound = strongest_bound(problem)
+    solution, period = search(problem, bound.ticks, Budget.of_steps(40_000_000))
+    assert period <= 1.02 * bound.ticks
+    schedule = build_schedule(problem, [(piece, solution)], bound=bound, method="greedy")
     assert check(schedule) == []
     assert schedule.period_ticks == period
 

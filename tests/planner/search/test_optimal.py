@@ -52,9 +52,9 @@ def proven_optimal(case, *, sharing: bool) -> None:
     optimum = optimal_period(problem)
     assert lower_bound(problem) <= optimum
     solved = solve(problem, "cp-sat", Budget.of_steps(12_000_000))
-    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method="cp-sat")
+    schedule = build_schedule(problem, solved.pieces, bound=solved.bound, method="cp-sat")
     assert check(schedule) == []
-    assert schedule.period_ticks == solved.lower_bound_ticks == optimum
+    assert schedule.period_ticks == solved.bound.ticks == optimum
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,6 +32,7 @@ class Counting:
         self.layers: dict[int, int] = {}
         self.order: Train | None = None
         self.members: tuple[Worker, ...] = ()
+        self.failed: tuple[Worker, ...] = ()
         self.reached = self.begun = self.saves = -1
         self.paused = True
 
@@ -100,7 +101,7 @@ class Counting:
         self.layers = dict.fromkeys(needs, committed + 1)
         self.world.fewest = min(self.world.fewest, len(schedule.seats))
         self.saves = -1
-        self.order, self.members, self.paused = order, tuple(seat.worker for seat in schedule.seats), False
+        self.order, self.members, self.failed, self.paused = order, schedule.members, order.failed, False
         self.reached, self.begun = committed, committed + 1
         self.said.append(Started(self.worker, order.number))
         if self.begun == ITERATIONS:
@@ -132,7 +133,7 @@ class Counting:
     def known(self):
         if self.order is None:
             return Known(0, (), -1, (), None, False)
-        return Known(self.order.number, self.members, self.reached, self.ranges(), None, False,
+        return Known(self.order.number, self.failed, self.reached, self.ranges(), None, False,
                      self.order.first_iteration - 1)
 
 

@@ -1,6 +1,7 @@
 """A run of the real coordinator and commit log with workers that only count: one thing happens after the other."""
 
 import functools
+import math
 
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
@@ -130,7 +131,7 @@ class World:
         losses = read_losses(self.out, 0)
         self.coordinator, self.log = self.started(losses)
         self.coordinator.await_workers_of_another()
-        self.taking_over = TakeOver(len(losses) - 1, 0, (), WORKERS)
+        self.taking_over = TakeOver(len(losses) - 1, 0, (), WORKERS, WORKERS)
         self.lose_coordinator()
 
     def lose_coordinator(self) -> None:
@@ -141,7 +142,11 @@ class World:
         """With those that have come; the others are too late."""
         found, self.taking_over = self.taking_over.found(), None
         losses = read_losses(self.out, 0)[:found.committed + 1]
-        assert len(losses) == found.committed + 1
+        for unwritten in range(len(losses), found.committed + 1):
+            # The coordinator that is gone has decided to go back, and told nobody: so does this one (see `Commits`).
+            assert self.went_back
+            self.losses.write(unwritten, math.nan, None, 0.0)
+            losses.append(math.nan)
         self.log.take_over(losses, found.factor)
         self.coordinator.take_over(found)
         for worker in list(self.workers):

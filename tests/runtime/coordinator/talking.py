@@ -25,7 +25,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Status,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
-from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
@@ -123,7 +122,7 @@ class Talker:
         match message:
             case Setup():
                 self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
-            case Train() if self.worker in decode(bytes(message.schedule)).seat_of:
+            case Train() if self.worker not in message.failed:
                 self.say(Started(self.worker, message.number))
                 self._run(message.number, message.first_iteration)
             case Acknowledged():

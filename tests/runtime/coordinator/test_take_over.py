@@ -12,11 +12,11 @@ ALL = (ONE, OTHER, THIRD)
 
 
 def known(iteration, *, order=3, layers=((0, 2),), validated=None, pending=False, begun=-1, losses=None):
-    return Known(order, ALL, iteration, layers, validated, pending, begun, losses or {})
+    return Known(order, (), iteration, layers, validated, pending, begun, losses or {})
 
 
 def taking(last, *workers, gone=(), first=0):
-    made = TakeOver(last, first, gone, ALL)
+    made = TakeOver(last, first, gone, ALL, ALL)
     for worker, one in zip(ALL, workers, strict=False):
         made.ready(worker, one)
     return made

@@ -10,6 +10,7 @@ from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import Links, Session
 from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.torch_private import gloo_devices
 from slipstream.schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)
@@ -79,3 +80,12 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
     sessions[workers[0]].abort()
     alone.join(20)
     assert not alone.is_alive() and "the order is over" in str(raised)
+
+
+def test_groups_connect_on_the_interface_that_is_named(monkeypatch):
+    """Else workers of several machines would listen where their own machine's name leads, which may be nowhere."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-0")
+    with pytest.raises(RuntimeError, match="no-such-0"):
+        gloo_devices()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert len(gloo_devices()) == 2

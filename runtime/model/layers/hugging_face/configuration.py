@@ -61,6 +61,11 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
 
 def vocabulary_of(config: ModelConfig) -> int:
     """How many different tokens a model of either kind has. Raises ConfigError."""
+    if config.torchtitan is not None:
+        from slipstream.runtime.model.layers.torchtitan.specification import trainer_config
+
+        tokens: int = trainer_config(config).model_spec.model.vocab_size
+        return tokens
     if config.hugging_face is None:
         return config.vocabulary
     size = read_config(config).get("vocab_size")

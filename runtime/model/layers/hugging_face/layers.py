@@ -14,7 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from slipstream.runtime.model.layers.calling import Batch
+from slipstream.runtime.model.layers.calling import Batch, positions_of
+from slipstream.runtime.model.layers.hugging_face.attention import attends_by_document
 from slipstream.runtime.model.layers.hugging_face.configuration import Family
 from slipstream.runtime.model.layers.recomputing import Part, recomputable
 
@@ -38,7 +39,7 @@ class Embedding(nn.Module):
             self.add_module(name, part)
         self._names = tuple(parts)
 
-    def forward(self, tokens: Tensor, batch: Batch) -> Tensor:
+    def forward(self, tokens: Tensor, batch: Batch | None = None) -> Tensor:
         """Tokens [B, T] to features [B, T, C]."""
         of_tokens, *more = (self.get_submodule(name) for name in self._names)
         features: Tensor = of_tokens(tokens)
@@ -62,7 +63,8 @@ class DecoderLayer(nn.Module):
             submodule.__class__ = _as_part(name, kind)
         self.rotary = rotary
         self._config = config
-        self._mask = create_sliding_window_causal_mask if _slides(config, index) else create_causal_mask
+        self._slides = _slides(config, index)
+        self._mask = create_sliding_window_causal_mask if self._slides else create_causal_mask
         self._balances = bool(getattr(config, "output_router_logits", False))
 
     @property
@@ -70,15 +72,17 @@ class DecoderLayer(nn.Module):
         """What `runtime.model.layers.compiling` compiles: positions and masks are made outside."""
         return self.layer
 
-    def forward(self, given: Tensor | Routed, batch: Batch) -> Tensor | Routed:
+    def forward(self, given: Tensor | Routed, batch: Batch | None = None) -> Tensor | Routed:
         """Features, with what routers have done, to the same."""
         features = given if isinstance(given, Tensor) else given[0]
-        position_ids, padding = getattr(batch, "position_ids", None), getattr(batch, "attention_mask", None)
+        position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         more: dict[str, Any] = {}
         if self.rotary is not None:
             more["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
-        mask = self._mask(config=self._config, inputs_embeds=features, attention_mask=padding, past_key_values=None,
-                          position_ids=position_ids)
+        mask = None
+        if padding is not None or position_ids is None or not attends_by_document(self._config, self._slides):
+            mask = self._mask(config=self._config, inputs_embeds=features, attention_mask=padding, past_key_values=None,
+                              position_ids=position_ids)
         logits: list[Tensor] = []
         router = router_of(self.layer) if self._balances else None
         hook = None if router is None else router.register_forward_hook(
@@ -152,7 +156,7 @@ def _slides(config: PreTrainedConfig, index: int) -> bool:
     return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
 
 
-def _positions(of: Tensor, batch: Batch) -> Tensor:
+def _positions(of: Tensor, batch: Batch | None) -> Tensor:
     """[B or 1, T]."""
-    given = getattr(batch, "position_ids", None)
+    given = positions_of(batch)
     return torch.arange(of.shape[1], device=of.device)[None] if given is None else given

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
-from slipstream.runtime.model.layers.hugging_face import experts
+from slipstream.runtime.model.layers.hugging_face import attention, experts
 from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
 from slipstream.runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
 from slipstream.runtime.model.layers.hugging_face.layers import router_of as router_of
@@ -29,8 +29,8 @@ _RUNNING = ("attn_implementation", "experts_implementation")
 class HuggingFace:
     """What `[model] hugging_face` names; see `runtime.model.layers.layered_model.LayeredModel`.
 
-    Attention is scaled_dot_product_attention, and experts run as `runtime.model.layers.hugging_face.experts` does;
-    `[model.options]` can name others. Raises ConfigError.
+    Attention is scaled_dot_product_attention, document by document, and experts run as their module says
+    (`runtime.model.layers.hugging_face.attention`, `.experts`); `[model.options]` can name others. Raises ConfigError.
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -124,10 +124,11 @@ def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedCon
     """
     chosen = {"experts_implementation": experts.NAME} if FAMILIES[document["model_type"]].experts else {}
     experts.register()
+    attention.register()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return AutoConfig.for_model(**{"attn_implementation": "sdpa", **chosen, **document, "use_cache": False})
+        return AutoConfig.for_model(**{"attn_implementation": attention.NAME, **chosen, **document, "use_cache": False})
     except Exception as error:  # each class checks its own
         raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
 

@@ -1,0 +1,175 @@
+"""Periods of a job by how many workers of each stage are down, where hundreds are asked for and no schedule is kept.
+
+A simulation asks for the period of every state that a fleet comes into. Swapping roles within a stage costs nothing,
+so a period depends on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
+(`planner.normalise.arrangements`) are planned by list schedules within a short time, and the best counts.
+
+Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
+period is that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at different times,
+the assembled schedule can be a little longer.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import msgspec
+
+from slipstream.planner.budget import Budget
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.layout.bounds import work_bound
+from slipstream.planner.model import assemble
+from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.decompose import Piece, decompose
+from slipstream.planner.model.from_job import layout_problem
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.progress import ProgressCallback, quiet
+from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.baselines import one_f_one_b
+from slipstream.planner.search.compiled import ready
+from slipstream.planner.search.engine import solve
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
+
+LARGE = 30_000
+"""A job of more compute ops is planned piece by piece."""
+
+Pieces = Sequence[tuple[Piece, Solution]]
+"""Each piece of a problem with its solution."""
+
+
+class Periods:
+    """Those of one job, each piece planned once. No worker of it is slow."""
+
+    def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = quiet) -> None:
+        """`options`: of the search. Raises NoPlanError when no schedule can run the job."""
+        ready(progress)
+        self._job, self._options = job, options
+        problem = options.problem(job)
+        self._classes = pipeline_classes(problem.grid, problem.times, problem.memory)
+        self._windows: dict[int, Windows] = {}
+        self._pieces: dict[Hashable, int] = {}
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the job is planned piece by piece."""
+        return 3 * self._job.depth * sum(self._job.microbatches) > LARGE
+
+    def affected(self, failures: int) -> Job:
+        """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
+
+        With f (M + 1) pipelines, one more micro-batch for each peer is all the work of f broken ones.
+        """
+        count = self._job.microbatches[0]
+        enough = failures * (count + 1) + 1
+        if enough >= self._job.pipelines or len(set(self._job.microbatches)) > 1:
+            return self._job
+        return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
+
+    def windows(self, failures: int) -> Windows:
+        """Bounds, and the best distributions of failures over columns, of the part that so many failures affect."""
+        job = self.affected(failures)
+        if job.pipelines not in self._windows:
+            self._windows[job.pipelines] = windows_of(job, self._options)
+        return self._windows[job.pipelines]
+
+    def planned(self, down: Counts) -> tuple[float, bool]:
+        """(shortest period found in seconds, whether it meets its bound) by the planner's list schedules."""
+        return self._shortest(down, self._options, self._search)
+
+    def round_robin(self, down: Counts, options: PlanOptions) -> float:
+        """The shortest period found in seconds with micro-batches of the dead dealt round-robin, as ReCycle deals them.
+
+        The best of some list schedules stands in for its solver; where backwards are fused, with the memory of 1F1B.
+        """
+        return self._shortest(down, options, _round_robin)[0]
+
+    def one_f_one_b(self, microbatches: int) -> float:
+        """Seconds of 1F1B (fused, synchronous) on one pipeline with so many micro-batches."""
+        job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
+        problem = PlanOptions(method="1f1b").problem(job)
+        return solution_period(problem, one_f_one_b(problem)) * problem.tick_seconds
+
+    def _shortest(self, down: Counts, options: PlanOptions, solver: Callable[[Problem], Pieces]) -> tuple[float, bool]:
+        best = math.inf
+        if any(count >= self._job.pipelines for count in down):
+            return best, False
+        for problem in self._problems(down, options):
+            best = min(best, self._period_of(problem, solver) * problem.tick_seconds)
+            if best <= lower_bound(problem) * problem.tick_seconds:
+                return best, True
+        return best, False
+
+    def _problems(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
+        """One problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
+
+        For a large job those in the smallest pieces come first, and only the first may have pieces that are large.
+        """
+        distinct: dict[Pattern, Problem] = {}
+        job = self.affected(sum(down))
+        for failed in arrangements(job, self.windows(sum(down)), down) if any(down) else [()]:
+            pattern = pattern_of(failed, self._classes)
+            if pattern not in distinct:
+                distinct[pattern] = options.problem(job, failed)
+        problems = list(distinct.values())
+        if problems[0].operations <= LARGE:
+            return problems
+        largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
+        ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
+        return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
+
+    def _search(self, problem: Problem) -> Pieces:
+        # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
+        clock = self._options.clock()
+        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock)).pieces
+
+    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
+        """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""
+        if problem.operations <= LARGE:
+            return assemble.period(problem, solver(problem))
+        return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
+
+    def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
+        key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
+        if key not in self._pieces:
+            self._pieces[key] = assemble.period(problem, solver(problem))
+        return self._pieces[key]
+
+
+def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
+    """Seconds that no plan is shorter than, whatever layers live workers hold: the work that they share."""
+    return float(work_bound(layout_problem(job, failed, layers="move")) * tick_of(job, layer_costs(job)))
+
+
+def _round_robin(problem: Problem) -> Pieces:
+    """Of each piece; with the memory of 1F1B where backwards are fused."""
+    return [(piece, _best_round_robin(piece.problem)) for piece in decompose(problem)]
+
+
+def _best_round_robin(problem: Problem) -> Solution:
+    if problem.backward == "fused":
+        return one_f_one_b(problem)
+    bound = lower_bound(problem)
+    orders = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
+    best, found = math.inf, None
+    for rule in _rules(problem):
+        if (period := orders.period(rule)) < best:
+            best, found = period, orders.solution()
+        if best <= bound:
+            break
+    assert found is not None
+    return found
+
+
+def _rules(problem: Problem) -> Iterator[DispatchRule]:
+    """List schedules with micro-batches in flight as memory allows, as 1F1B, or twice that."""
+    for ignore in (True, False) if problem.times.transfer else (True,):
+        for factor in (0, 1, 2):
+            yield DispatchRule(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)

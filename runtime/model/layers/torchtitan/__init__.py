@@ -1,0 +1,8 @@
+"""torchtitan's models, by name: each layer is torchtitan's own decoder with all other modules taken out.
+
+    specification  what `[model] torchtitan` names, and which models of it can be cut into layers
+    model          the `LayeredModel`
+    weights        its checkpoints (torch.distributed.checkpoint), read layer by layer
+
+Nothing here can be imported where torchtitan is not installed.
+"""

@@ -1,0 +1,131 @@
+"""A decoder of torchtitan as a `LayeredModel`: the embedding, then its decoder layers, then norm and head."""
+
+import copy
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.model.layers.calling import Batch
+from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.torchtitan.specification import KEY, needs_masks, sample_of, trainer_config
+from slipstream.runtime.model.layers.torchtitan.weights import load_layer
+from slipstream.runtime.model.layers.unfilled import is_unfilled
+from slipstream.runtime.model.layers.worker_group import worker_group
+from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
+from slipstream.runtime.torch_private import without_state_hooks
+
+
+class Torchtitan:
+    """What `[model] torchtitan` names; see `slipstream.runtime.model.layers.layered_model.LayeredModel`.
+
+    Parameters have the names that they have in torchtitan. Raises ConfigError.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._seed, self._dtype, self.device = seed, dtype, device
+        group = worker_group()
+        if group is not None and group.size() > 1:
+            raise ConfigError(f"training.tensor_parallel is {group.size()}, and layers of {KEY} are not cut over "
+                              "ranks; expected 1")
+        with GENERATORS:
+            self._trainer = trainer_config(config)
+            self._sample = sample_of(self._trainer, device)
+        assert self._trainer.model_spec is not None
+        self._config: Any = self._trainer.model_spec.model
+        self.layers = len(self._config.layers) + 2
+        places = self._trainer.training.seq_len
+        if config.context > places:
+            raise ConfigError(f"model.context is {config.context}; the model of {KEY} has {places} positions")
+        folder = config.options.get("checkpoint")
+        self._folder = None if folder is None else Path(folder)
+        self._kind = type("Layer", (_Part, type(self._sample)), {
+            "_masks": _Masks() if needs_masks(self._trainer) else None})
+        # Initialised is the head's, and the embedding is that.
+        self.shared = ((f"{self.layers - 1}.lm_head.weight", "0.tok_embeddings.weight"),) \
+            if self._config.enable_weight_tying else ()
+
+    def build(self, layer: int) -> nn.Module:
+        """Make one layer, as torchtitan initialises it, or of a checkpoint. Raises IndexError and ConfigError."""
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer {layer} of a model of {self.layers}")
+        device = torch.get_default_device()
+        with seeded(derive_seed("parameters", self._seed, layer)):
+            module: nn.Module = self._on_meta(layer)
+            if device.type != "meta":
+                module.to_empty(device=device)
+                with torch.no_grad():
+                    module.init_states()  # type: ignore[operator]
+                if self._folder is not None and not is_unfilled():
+                    load_layer(module, self._folder)
+            # Their fused products are written as their parts; the runtime wants each parameter as it is stepped.
+            without_state_hooks(module)
+        return module
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy, the mean over the tokens that count."""
+        return cross_entropy(output, target)
+
+    def named_as_written(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's parameters, by their names in it, by the names that torchtitan's checkpoints have."""
+        module = self._on_meta(layer)
+        for name, parameter in list(module.named_parameters()):
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
+        return dict(module.state_dict())
+
+    def _on_meta(self, layer: int) -> Any:
+        """torchtitan's model on the meta device, with the modules of one layer in it and no others."""
+        module = copy.copy(self._sample)
+        first, last, index = layer == 0, layer == self.layers - 1, layer - 1
+        with torch.device("meta"):
+            module._modules = {
+                "tok_embeddings": self._config.tok_embeddings.build() if first else None,
+                "layers": type(self._sample.layers)({} if first or last else {
+                    str(index): self._config.layers[index].build()}),
+                "norm": self._config.norm.build() if last else None,
+                "lm_head": self._config.lm_head.build() if last else None}
+        module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties what is tied
+        for parameter in module.parameters():  # and no buffers: those of rotations are complex
+            parameter.data = parameter.data.to(self._dtype)
+        return module.train()
+
+
+class _Part(nn.Module):
+    """In front of torchtitan's own class: positions come from the micro-batch, and masks from them."""
+
+    _masks: "_Masks | None"
+    layers: nn.ModuleDict
+
+    def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
+        """Tokens or features to features or logits."""
+        positions = getattr(batch, "positions", None)
+        if not self.layers or self._masks is None:
+            found: Tensor = super().forward(given, positions=positions)
+        else:
+            if positions is None:
+                positions = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
+            found = super().forward(given, positions=positions,
+                                    attention_masks=self._masks.of(self, positions))
+        return found
+
+
+class _Masks:
+    """Those of the last micro-batch: layers of a worker share them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], Any] | None = None
+
+    def of(self, model: Any, positions: Tensor) -> Any:
+        """What torchtitan's decoder makes of positions [B, T], which begin anew where a document does."""
+        last = self._last
+        if last is not None and last[0]() is positions:
+            return last[1]
+        with torch.no_grad():
+            masks = model.get_attention_masks(positions)
+        self._last = weakref.ref(positions), masks
+        return masks

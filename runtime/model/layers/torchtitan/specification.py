@@ -1,0 +1,111 @@
+"""What `[model] torchtitan` names: a model of torchtitan, or a whole configuration of its Trainer."""
+
+import functools
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
+from torchtitan.models import _supported_models
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.trainer import Trainer
+
+from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.errors import first_line
+
+KEY = "model.torchtitan"
+OPTIONS = ("arguments", "attention", "checkpoint")
+"""Keys of `[model.options]`: torchtitan's command line, in the place of what its models are by default; "sdpa" for
+attention that sees no documents; a checkpoint of torchtitan to begin with."""
+_PARTS = {"tok_embeddings", "layers", "norm", "lm_head"}
+
+
+def trainer_config(config: ModelConfig) -> Trainer.Config:
+    """The configuration of torchtitan's Trainer for a model. Raises ConfigError where the model cannot be had."""
+    for key in config.options:
+        if key not in OPTIONS:
+            raise ConfigError(f"unknown key model.options.{key}; with {KEY} expected {' or '.join(OPTIONS)}")
+    arguments = config.options.get("arguments", ())
+    if arguments:
+        return parsed(tuple(arguments))
+    attention = config.options.get("attention")
+    if attention not in (None, "sdpa"):
+        raise ConfigError(f"model.options.attention is {attention!r}; expected 'sdpa', or torchtitan's own")
+    return _by_name(config.torchtitan or "", config.context, attention is not None)
+
+
+@functools.cache
+def parsed(arguments: Sequence[str]) -> Trainer.Config:
+    """What torchtitan makes of its command line. Raises ConfigError."""
+    try:
+        found: Trainer.Config = ConfigManager().parse_args(list(arguments))
+    except (Exception, SystemExit) as error:  # whatever the user's own module raises; its parser exits
+        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {first_line(error)}") from None
+    return _updated(found)
+
+
+@functools.cache
+def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
+    family, _, flavour = name.partition("/")
+    if family not in _supported_models or not flavour:
+        raise ConfigError(f"{KEY} is {name!r}; expected a model and its size, such as 'llama3/8B', of "
+                          f"{', '.join(sorted(_supported_models))}")
+    try:
+        registry = import_module(f"torchtitan.models.{family}").model_registry
+        spec = registry(flavour)
+    except KeyError:
+        known = getattr(import_module(f"torchtitan.models.{family}"), f"{family}_configs", ())
+        raise ConfigError(f"{KEY} is {name!r}; expected one of {', '.join(f'{family}/{one}' for one in known)}"
+                          ) from None
+    except Exception as error:  # each model checks its own
+        raise ConfigError(f"{KEY} is {name!r}: {type(error).__name__}: {first_line(error)}") from None
+    for layer in spec.model.layers if causal and isinstance(spec.model, Decoder.Config) else ():
+        if getattr(layer, "attention", None) is not None:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return _updated(Trainer.Config(
+        model_spec=spec, training=TrainingConfig(seq_len=context, disable_cuda_graphs=True),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)))
+
+
+def _updated(config: Trainer.Config) -> Trainer.Config:
+    """As the Trainer does before it builds the model."""
+    assert config.model_spec is not None
+    try:
+        config.model_spec.model.update_from_config(config=config)
+    except Exception as error:  # each model checks its own
+        raise ConfigError(f"{KEY}: {config.model_spec.name}/{config.model_spec.flavor}: {first_line(error)}") from None
+    return config
+
+
+def needs_masks(config: Trainer.Config) -> bool:
+    """Whether attention is given masks of the documents that a sample is packed of."""
+    assert config.model_spec is not None
+    found: Any = config.model_spec.model
+    return not isinstance(found.first_attention.inner_attention, ScaledDotProductAttention.Config)
+
+
+def sample_of(config: Trainer.Config, device: torch.device) -> Any:
+    """The whole model on the meta device. Raises ConfigError where it is no chain of dense layers."""
+    spec = config.model_spec
+    assert spec is not None
+    wrong = f"{KEY} is '{spec.name}/{spec.flavor}'"
+    if not isinstance(spec.model, Decoder.Config):
+        raise ConfigError(f"{wrong}, which is no decoder; expected a decoder of dense layers, such as 'llama3/8B'")
+    for layer in spec.model.layers:
+        if getattr(layer, "moe", None) is not None:
+            raise ConfigError(f"{wrong}, whose experts count tokens in their forward, and whose optimizer moves their "
+                              "bias: a step that is made again would count twice; expected dense layers")
+    if needs_masks(config) and device.type != "cuda":
+        raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "
+                          "model.options.attention = 'sdpa', which does not see where documents begin")
+    if has_quantization(spec.model):
+        raise ConfigError(f"{wrong} with quantized products, whose backward cannot be split; expected plain ones")
+    with torch.device("meta"):
+        model = spec.model.build()
+    if type(model).forward is not Decoder.forward or set(dict(model.named_children())) != _PARTS:
+        raise ConfigError(f"{wrong}, which is more than a chain of an embedding, decoder layers and a head; expected "
+                          "such a model")
+    return model

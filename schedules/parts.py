@@ -1,0 +1,308 @@
+"""Parts of a schedule: what each worker must know of it, and no more.
+
+A worker needs its own program, the tensors that it sends and receives, and with whom it sums gradients. Tensors are
+numbered here, among pipelines that share micro-batches: the same number at both ends. What is equal for several workers
+is one content, named by its digest: all workers of a column that are far from any failure have the same.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+
+from slipstream.schedules.graph import groups, programs_of, transfers
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.precedence import OpKey, Tensor, consumers
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Program, Schedule, Seat, Worker
+
+Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
+"""The ranges of layers by which a worker reduces gradients, each with all workers that do."""
+Route = tuple[int, int, tuple[int, ...]]
+"""Pipeline and number of a micro-batch, and the slices that it passes."""
+DIGEST_CHARACTERS = 32
+
+
+class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor that one worker sends to another.
+
+    In an order of these numbers nobody waits for ever: what is produced first has the lower one, see
+    `schedules.graph.transfers`.
+    """
+
+    number: int
+    tensor: Tensor
+    slice: int
+    """The one that takes it."""
+    pipeline: int
+    microbatch: int
+    source: Worker
+    target: Worker
+    made: int
+    """The place in its source's program of the op that makes it, and in its target's of the one that takes it."""
+    taken: int
+
+    def shifted(self, pipelines: int) -> "Crossing":
+        """The same so many pipelines further."""
+        (before, from_column), (after, to_column) = self.source, self.target
+        return Crossing(self.number, self.tensor, self.slice, self.pipeline + pipelines, self.microbatch,
+                        Worker(before + pipelines, from_column), Worker(after + pipelines, to_column), self.made,
+                        self.taken)
+
+
+class Part(Schedule, frozen=True, kw_only=True):
+    """A schedule as one worker knows it: with its own seat and program alone."""
+
+    crossings: tuple[Crossing, ...] = ()
+    """What it sends and receives, by number."""
+    sums: Sums = ()
+    ties: tuple[tuple[int, tuple[Worker, ...]], ...] = ()
+    """The groups of layers that share parameters of which it holds any, by their number, with all workers that do."""
+    own_routes: tuple[Route, ...] = ()
+    """Of micro-batches that it runs, where these are not the grid's."""
+
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """All workers that take part, sorted."""
+        down = set(self.failed)
+        return tuple(worker for worker in self.grid.workers() if worker not in down)
+
+    def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
+        """The slices of a micro-batch that this worker runs, in order."""
+        if not self.own_routes:
+            return self.grid.path(microbatch)
+        return next((slices for one, number, slices in self.own_routes if (one, number) == (pipeline, microbatch)), ())
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's program and its tensors: a content."""
+
+    program: Program
+    crossings: tuple[Crossing, ...]
+    routes: tuple[Route, ...]
+
+
+class Share(NamedTuple):
+    """One worker's share of a schedule."""
+
+    seat: Seat
+    """With its program as number 0."""
+    pipelines: int
+    """How many pipelines further all is than its work says."""
+    frame: str
+    """Digests of contents: of what all workers know, of its `Work`, of its sums."""
+    work: str
+    sums: str
+
+    @property
+    def contents(self) -> tuple[str, str, str]:
+        """All digests."""
+        return self.frame, self.work, self.sums
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """A schedule, divided among its workers."""
+
+    failed: tuple[Worker, ...]
+    shares: dict[Worker, Share]
+    contents: dict[str, bytes]
+    """By digest."""
+
+
+def divide(schedule: Schedule, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
+    """A schedule's parts. `ties` are the workers that hold any layer of each group that shares parameters."""
+    contents: dict[str, bytes] = {}
+
+    def keep(content: object) -> str:
+        data = msgspec.json.encode(content)
+        digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
+        contents[digest] = data
+        return digest
+
+    # Neither failures nor the plan's own figures are in it: it stays the same from one order to the next.
+    frame = keep(msgspec.structs.replace(schedule, seats=(), programs=(), failed=(), period_ticks=0,
+                                         lower_bound_ticks=0, status="feasible", method=""))
+    works = dict(_works(schedule, keep))
+    tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
+    sums_of_program = _sums(schedule)
+    sums: dict[tuple[int, tuple[int, ...]], str] = {}
+    shares = {}
+    for seat in schedule.seats:
+        mine = tuple(number for number, workers in tied if seat.worker in workers)
+        if (seat.program, mine) not in sums:
+            sums[seat.program, mine] = keep((sums_of_program[seat.program], [tied[number] for number in mine]))
+        pipelines, work = works[seat.worker]
+        shares[seat.worker] = Share(msgspec.structs.replace(seat, program=0), pipelines, frame, work,
+                                    sums[seat.program, mine])
+    down = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
+    return Parts(down, shares, contents)
+
+
+def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, bytes]) -> Part:
+    """A worker's part, put together again. Raises KeyError where a content is not there."""
+    head = _FRAME.decode(contents[share.frame])
+    work = _WORK.decode(contents[share.work])
+    sums, ties = _SUMS.decode(contents[share.sums])
+    fields = {name: getattr(head, name) for name in Schedule.__struct_fields__}
+    crossings = tuple(one.shifted(share.pipelines) for one in work.crossings) if share.pipelines else work.crossings
+    return Part(**fields | {"failed": failed, "seats": (share.seat,), "programs": (work.program,)},
+                crossings=crossings, sums=sums, ties=ties,
+                own_routes=tuple((pipeline + share.pipelines, number, slices)
+                                 for pipeline, number, slices in work.routes))
+
+
+def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
+    """What a live worker sends and receives, by number; of a part, its own worker."""
+    if isinstance(schedule, Part):
+        assert worker == schedule.seats[0].worker
+        return schedule.crossings
+    pipeline = schedule.seat_of[worker].role.pipeline
+    group = next(group for group in groups(schedule) if pipeline in group)
+    return crossings_by_worker(schedule, group)[worker]
+
+
+def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
+    """What each worker whose role is in these pipelines sends and receives, by number.
+
+    These pipelines share no micro-batch with the rest, and the schedule passes its checks. So its times put ops in an
+    order that all can follow; where ops that take no time leave that open, the graph does.
+    """
+    wanted = set(pipelines)
+    seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
+    places = _places(schedule, seats)
+    found = _numbered(schedule, places, _by_time(schedule, places))
+    if not _can_be_followed(found):
+        found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
+    by_worker: dict[Worker, list[Crossing]] = {seat.worker: [] for seat in seats}
+    for one in found:
+        by_worker[one.source].append(one)
+        by_worker[one.target].append(one)
+    return by_worker
+
+
+def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[int, str]]]:
+    """Of each worker, how far its work is shifted, and the work's digest."""
+    seats: dict[int, list[Seat]] = defaultdict(list)
+    for seat in schedule.seats:
+        seats[seat.role.pipeline].append(seat)
+    whole = not schedule.slices and schedule.grid.chains == 1
+    known: dict[object, dict[int, str]] = {}
+    for group in groups(schedule):
+        alone = group[0] if len(group) == 1 and all(seat.worker == seat.role for seat in seats[group[0]]) else None
+        alike = None if alone is None else tuple((seat.worker.column, seat.program) for seat in seats[alone])
+        if alone is not None and alike in known:
+            yield from ((seat.worker, (alone, known[alike][seat.worker.column])) for seat in seats[alone])
+            continue
+        mine, shift = crossings_by_worker(schedule, group), alone or 0
+        for seat in (one for pipeline in group for one in seats[pipeline]):
+            program = schedule.programs[seat.program]
+            work = Work(program, tuple(one.shifted(-shift) if shift else one for one in mine[seat.worker]),
+                        () if whole else tuple(_routes(schedule, seat, shift)))
+            digest = keep(work)
+            if alike is not None:
+                known.setdefault(alike, {})[seat.worker.column] = digest
+            yield seat.worker, (shift, digest)
+
+
+def _routes(schedule: Schedule, seat: Seat, shift: int) -> Iterator[Route]:
+    own = seat.role.pipeline
+    for pipeline, number in sorted({(own if op.pipeline is None else op.pipeline, op.microbatch)
+                                    for op in schedule.programs[seat.program] if op.microbatch is not None}):
+        yield pipeline - shift, number, tuple(schedule.path(pipeline, number))
+
+
+def _sums(schedule: Schedule) -> list[Sums]:
+    """By program."""
+    ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
+              for program in schedule.programs]
+    workers: dict[LayerRange, list[Worker]] = defaultdict(list)
+    for seat in schedule.seats:
+        for layers in ranges[seat.program]:
+            workers[layers].append(seat.worker)
+    told = {layers: tuple(sorted(found)) for layers, found in workers.items()}
+    return [tuple((layers, told[layers]) for layers in mine if layers in told) for mine in ranges]
+
+
+class _Made(NamedTuple):
+    """Where an op is: on which worker, at which place of its program, and when by plan."""
+
+    worker: Worker
+    place: int
+    start_ticks: int
+
+
+Places = Mapping[OpKey, _Made]
+
+
+def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
+    found = {}
+    for seat in seats:
+        own = seat.role.pipeline
+        for place, op in enumerate(schedule.programs[seat.program]):
+            if op.kind in COMPUTE_KINDS:
+                pipeline = own if op.pipeline is None else op.pipeline
+                key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
+                found[key] = _Made(seat.worker, place, op.start_ticks)
+    return found
+
+
+def _by_time(schedule: Schedule, places: Places) -> list[OpKey]:
+    """Ops that may give something to others, by their planned starts; of equals, the one that is earlier on its way."""
+    def when(key: OpKey) -> tuple[int, int, int]:
+        kind, slice, pipeline, microbatch = key
+        path, made = schedule.path(pipeline, microbatch), places[key]
+        position = path.index(slice)
+        return made.start_ticks, position if kind is OpKind.F else 2 * len(path) - position, made.place
+
+    return sorted((key for key in places if key[0] is not OpKind.W), key=when)
+
+
+def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
+    """The same by `schedules.graph`."""
+    found: dict[OpKey, None] = {}
+    for one in transfers(schedule, programs_of(schedule, pipelines)):
+        path = schedule.path(one.pipeline, one.microbatch)
+        at = path.index(one.slice)
+        kinds, slice = ([OpKind.F], path[at - 1]) if one.kind == "activation" else (
+            [OpKind.I, OpKind.B], path[at + 1])
+        found |= {key: None for kind in kinds if (key := (kind, slice, one.pipeline, one.microbatch)) in places}
+    return list(found)
+
+
+def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
+    found: list[Crossing] = []
+    for key in order:
+        made = places[key]
+        _, _, pipeline, microbatch = key
+        for taker, rule in consumers(key, schedule.path(pipeline, microbatch)):
+            takes = places.get(taker) if rule.tensor is not None else None
+            if takes is not None and takes.worker != made.worker:
+                assert rule.tensor is not None
+                found.append(Crossing(len(found), rule.tensor, taker[1], pipeline, microbatch, made.worker,
+                                      takes.worker, made.place, takes.place))
+    return found
+
+
+def _can_be_followed(crossings: Sequence[Crossing]) -> bool:
+    """Whether each worker has taken what its program takes before, and given what it gives before, at each number."""
+    given: dict[Worker, int] = {}
+    mine: dict[Worker, list[tuple[int, int, int]]] = defaultdict(list)
+    for one in crossings:
+        if given.get(one.source, -1) > one.made:
+            return False
+        given[one.source] = one.made
+        mine[one.source].append((one.made, 1, one.number))
+        mine[one.target].append((one.taken, 0, one.number))
+    for steps in mine.values():
+        highest = -1
+        for _, gives, number in sorted(steps):
+            if gives and number < highest:
+                return False
+            highest = highest if gives else max(highest, number)
+    return True
+
+
+_FRAME = msgspec.json.Decoder(Schedule)
+_WORK = msgspec.json.Decoder(Work)
+_SUMS = msgspec.json.Decoder(tuple[Sums, tuple[tuple[int, tuple[Worker, ...]], ...]])

@@ -1,0 +1,132 @@
+"""torchtitan's models by name: layers, its data, and runs with failures, against the same training in one process."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from slipstream.runtime.config import ConfigError, parse_run_config
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.run_options import Resilience
+from slipstream.schedules.schedule import Worker
+from tests.interop.titan_training import write_assets
+from tests.jobs import grid
+from tests.runtime.running import assert_same_numbers, judge, schedule_for
+
+installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
+                               reason="torchtitan is not installed: make neighbours")
+CPU = torch.device("cpu")
+
+
+def config(name="llama3/debugmodel", model=None, **training):
+    return parse_run_config({"torchtitan": name, "context": 16, "options": {"attention": "sdpa", **(model or {})}},
+                            {"device": "cpu", "dtype": "float64", "batch": 2, "iterations": 6, **training})
+
+
+def whole_of(config):
+    """torchtitan's model in one piece, of the layers' parameters."""
+    model = model_for(config.model, 0, torch.float64, CPU)
+    layers = [model.build(layer) for layer in range(model.layers)]
+    whole = model._config.build().to(torch.float64)
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            whole.get_parameter(name).data = parameter.data
+    if whole.enable_weight_tying:
+        whole.tok_embeddings.weight = whole.lm_head.weight
+    return model, layers, whole
+
+
+@installed
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_the_layers_one_after_the_other_are_the_model(name):
+    model, layers, whole = whole_of(config(name))
+    if model.shared:
+        layers[0].tok_embeddings.weight = layers[-1].lm_head.weight
+    tokens = torch.randint(2000, (2, 16))
+    for module in whole.modules():  # rotations are complex: `to` has taken their real part
+        if hasattr(module, "_precompute_cache"):
+            module._init_self_buffers()
+    expected = whole(tokens)
+    for layer in layers:
+        tokens = layer(tokens)
+    torch.testing.assert_close(tokens, expected, rtol=0, atol=0)
+    assert {name for layer in layers for name in layer.state_dict()} >= {name for name, _ in whole.named_parameters()}
+
+
+@installed
+@pytest.mark.parametrize(("name", "words"), [
+    ("llama3/9B", "expected one of llama3/debugmodel"),
+    ("nothing", "such as 'llama3/8B'"),
+    ("qwen3/debugmodel_moe", "count tokens in their forward"),
+    ("flux/flux-debug", "is no decoder"),
+])
+def test_other_models_are_refused_in_one_line(name, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        model_for(config(name).model, 0, torch.float64, CPU)
+    assert "\n" not in str(error.value)
+
+
+@installed
+def test_on_cpus_attention_that_sees_documents_is_refused():
+    given = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {})
+    with pytest.raises(ConfigError, match=r"no backward on cpu; expected a GPU, or model\.options\.attention = 'sdpa'"):
+        model_for(given.model, 0, torch.float32, CPU)
+
+
+@installed
+def test_its_data_are_one_stream_by_iterations_that_can_be_gone_back(tmp_path):
+    assets = write_assets(tmp_path)
+    given = config(data="torchtitan", options={"assets": str(assets), "dataset": "c4_test",
+                                               "dataset_path": str(assets / "data")})
+    corpus, another = load_corpus(given, (2, 1)), load_corpus(given, (2, 1))
+    names = [Microbatch(iteration, pipeline, index) for iteration in range(12)
+             for pipeline, count in enumerate((2, 1)) for index in range(count)]
+    read = {name: corpus.batch(name, 2, 16) for name in names}
+    loader = another._data._data
+    for name, batch in zip(names, loader, strict=False):
+        assert all(torch.equal(mine, theirs) for mine, theirs in
+                   zip(read[name], (batch[0]["input"], batch[1], batch[0]["positions"]), strict=True))
+    for iteration in (11, 9, 10, 0, 5):  # within what is kept, and from the beginning
+        again = corpus.batch(Microbatch(iteration, 1, 0), 2, 16)
+        assert all(map(torch.equal, again, read[Microbatch(iteration, 1, 0)]))
+    assert list(corpus.tokens(3)) == [32, 32, 32]
+
+
+@installed
+def test_a_run_with_a_killed_worker_has_the_numbers_of_one_process(tmp_path):
+    assets = write_assets(tmp_path / "assets")
+    given = config(clip_norm=1.0, data="torchtitan", loss_weights="tokens", options={
+        "assets": str(assets), "dataset": "c4_test", "dataset_path": str(assets / "data")})
+    job = grid(2, 2, 2)
+    result = run(schedule_for(job), given, out=tmp_path / "run", resilience=Resilience(
+        scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
+        injections=(Injection(Worker(1, 1), 3, 1),)))
+    assert len(result.recoveries) == 1
+    assert_same_numbers(result, judge(given, (2, 2), 6))
+
+
+@installed
+def test_a_checkpoint_of_torchtitan_is_where_layers_begin(tmp_path):
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model, layers, _ = whole_of(config())
+    written = {name: value for number, layer in enumerate(layers)
+               for name, value in model.named_as_written(number, layer.state_dict()).items()}
+    assert "layers.0.attention.qkv_linear.wq.weight" in written
+    save(written, checkpoint_id=tmp_path / "step-0", no_dist=True)
+    begun = model_for(config(model={"checkpoint": str(tmp_path / "step-0")}).model, 7, torch.float64, CPU)
+    for number, layer in enumerate(layers):
+        for name, value in begun.build(number).state_dict().items():
+            assert torch.equal(value, layer.state_dict()[name])
+    absent = model_for(config(model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        absent.build(0)
+
+
+@installed
+def test_workers_of_several_ranks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, and layers of model\.torchtitan"):
+        run(schedule_for(grid(2, 2, 2)), config(tensor_parallel=2), out=tmp_path / "run")

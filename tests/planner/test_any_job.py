@@ -1,0 +1,121 @@
+"""What planners claim of any job that users write: no plan is shorter than a bound for its question or a wider one."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipstream.planner.claims import proven_bound
+from slipstream.planner.job.file import JobError
+from slipstream.planner.job.layers import exact
+from slipstream.planner.layout.bounds import period_bound
+from slipstream.planner.model.from_job import layout_problem
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normalised
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only, plan_with
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.schedule import Scope, Worker
+from slipstream.schedules.tables.relabel import relabel
+from tests.jobs import any_jobs, failures, grid
+from tests.planner.layout.brute_force import optimal_period_of_any_layout
+
+STEPS = 20_000
+QUESTIONS = {"whole": (Scope.STAGES, {"slices": False}), "in place": (Scope.PLACE, {}), "roles": (Scope.ROLES, {}),
+             "layers": (Scope.LAYERS, {"layers": "move"}), "recycle": (Scope.STAGES, {"method": "recycle"})}
+"""Each with the narrowest question that its plans are answers to."""
+NARROWER = (("whole", "in place"), ("recycle", "whole"), ("in place", "roles"), ("in place", "layers"))
+
+
+def plans(job, failed, options):
+    """The schedules that answer each question, of those that have one."""
+    found = {}
+    for name, (_, changes) in QUESTIONS.items():
+        asked = PlanOptions(**options | changes)
+        try:
+            made = normalised(job, failed, asked) if name == "roles" else plan_only(asked, job, failed)
+        except (NoPlanError, JobError):
+            continue
+        found[name] = made.schedule
+    return found
+
+
+def seconds(schedule, ticks):
+    return ticks * exact(schedule.tick_seconds)
+
+
+def assert_claims_hold(data, job, options):
+    down = data.draw(failures(job))
+    made = plans(job, down, options)
+    for name, schedule in made.items():
+        assert check(schedule) == []
+        assert decode(encode(schedule)) == schedule
+        assert proven_bound(schedule).ticks <= schedule.period_ticks
+        for other, claim in made.items():
+            if claim.scope.holds_for(QUESTIONS[name][0]):
+                bound = seconds(claim, claim.lower_bound_ticks)
+                assert bound <= seconds(schedule, schedule.period_ticks), f"{other} claims a bound that {name} is below"
+    for narrow, wide in NARROWER:
+        if narrow in made and wide in made:
+            assert seconds(made[wide], made[wide].period_ticks) <= seconds(made[narrow], made[narrow].period_ticks), \
+                f"{wide} is worse than {narrow}"
+    if down and "in place" in made:
+        workers = list(made["in place"].grid.workers())
+        found = relabel(made["in place"], data.draw(st.permutations(workers))[:len(down)])
+        assert found is None or check(found) == []
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), any_jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
+def test_no_plan_is_below_a_bound_that_was_claimed(data, job, backward, optimizer):
+    assert_claims_hold(data, job, {"method": "greedy", "steps": STEPS, "backward": backward, "optimizer": optimizer})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), any_jobs(), st.sampled_from(["cp-sat", "greedy"]), st.sampled_from(["split", "fused"]),
+       st.sampled_from(["staggered", "synchronous"]))
+def test_no_plan_of_many_jobs_is_below_a_bound_that_was_claimed(data, job, method, backward, optimizer):
+    assert_claims_hold(data, job, {"method": method, "steps": STEPS, "backward": backward, "optimizer": optimizer})
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(any_jobs(max_pipelines=2, max_stages=2), st.lists(st.sampled_from(["fixed", "move"]), max_size=2))
+def test_the_reference_does_not_depend_on_what_was_planned_before(job, before):
+    def reference(known):
+        asked = PlanOptions(method="greedy", steps=STEPS)
+        return plan_with(asked, job, known=known).fault_free
+
+    try:
+        known, alone = None, reference(None)
+        for layers in before:
+            known = plan_with(PlanOptions(method="greedy", steps=STEPS, layers=layers), job, known=known).fault_free
+    except (NoPlanError, JobError):
+        return
+    assert reference(known) == alone
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3).filter(any), min_size=2, max_size=2),
+       st.sampled_from([0, 1, 4]), st.lists(st.integers(0, 2), min_size=2, max_size=2), st.sampled_from([1, 2]))
+def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, transfer, steps, count):
+    """One pipeline of two stages of a layer each: every choice of a worker for each layer of each micro-batch."""
+    times = "\n".join(f"{key} = {list(of)}" for key, of in zip(
+        ("forward", "backward_input", "backward_weight"), zip(*layers, strict=True), strict=True))
+    job = grid(1, 2, count, times=f"{times}\ntransfer = {transfer}\noptimizer = {steps}")
+    options = PlanOptions(layers="move", backward="fused", steps=STEPS)
+    given_problem = layout_problem(job, (), backward="fused", layers="move")
+    made = plan_only(options, job, ()).schedule
+    optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
+                                           workers=2, microbatches=count, transfer=transfer)
+    tick = exact(made.tick_seconds)
+    assert period_bound(given_problem).ticks * tick <= optimum <= made.period_ticks * tick
+    assert made.scope is Scope.LAYERS and made.lower_bound_ticks * tick <= optimum
+
+
+def test_a_role_is_vacant_in_all_questions():
+    """The generator draws failures: a plan with roles moved is one of them."""
+    made = plans(grid(3, 2, 6), [Worker(0, 0), Worker(1, 0)], {"method": "greedy", "steps": STEPS})
+    assert set(made) == set(QUESTIONS) and made["roles"].moves
+    assert made["layers"].period_ticks <= made["in place"].period_ticks

@@ -1,0 +1,225 @@
+"""A double of NCCL on CPUs: what `runtime.torch_private.nccl_group` makes, over sockets, with NCCL's manners.
+
+Calls return at once; a thread for each group carries them out later, in their order. A send is over when its receiver
+has taken it. Whatever waits for a member that has died, or has left, waits for good. After an abort, all that was under
+way ends as if all were well, and holds NaN. An error shows only when it is asked for.
+"""
+
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIMIT_SECONDS = 600.0
+LOOK_SECONDS = 0.002
+SLOW = "SLIPSTREAM_TESTS_SLOW"
+"""In the environment: "CALL MEMBER SECONDS", by whose device each such call is begun so much later."""
+
+HASTY = "SLIPSTREAM_TESTS_HASTY"
+"""In the environment: that there are no commit points."""
+
+
+class _LostError(Exception):
+    """A member is gone."""
+
+
+class Work:
+    """A call that is carried out later."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self) -> bool:
+        """As a stream waits: to the end, whatever that is."""
+        assert self.over.wait(LIMIT_SECONDS), "nobody has aborted it"
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, however it has ended."""
+        return self.over.is_set()
+
+
+class Double:
+    """One member of a group: both an `NcclGroup` and the group within."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout: Any) -> None:
+        self.group = self
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._ends: dict[int, socket.socket] = {}
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None], Sequence[Tensor], Work] | None]
+        self._calls = queue.SimpleQueue()
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()
+        self._error: str | None = None
+
+    def connect(self) -> None:
+        """Meet the others; an abort ends that."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(LOOK_SECONDS)
+            self._store.set(f"{self._prefix}double {self._rank}", str(listener.getsockname()[1]))
+            for other in range(self._rank):
+                key = f"{self._prefix}double {other}"
+                while not self._store.check([key]):
+                    self._require()
+                    time.sleep(LOOK_SECONDS)
+                try:
+                    self._ends[other] = socket.create_connection(("127.0.0.1", int(self._store.get(key))))
+                    self._ends[other].sendall(bytes([self._rank]))
+                except OSError:  # it has died, which nobody tells
+                    self._wait_for_abort()
+            while len(self._ends) < self._size - 1:
+                self._require()
+                try:
+                    end, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                end.setblocking(True)
+                name = end.recv(1)
+                if not name:
+                    self._wait_for_abort()
+                self._ends[name[0]] = end
+        for end in self._ends.values():
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._carry_out, daemon=True, name="double of NCCL").start()
+        if self._aborted.is_set():
+            self.abort()
+
+    def error(self) -> str | None:
+        """Whether a member was found to be gone."""
+        return self._error
+
+    def abort(self) -> None:
+        """End all that is under way."""
+        with self._lock:
+            self._aborted.set()
+            self._calls.put(None)
+        for end in tuple(self._ends.values()):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
+        return self._later("send", lambda: self._put(target, tensors[0]), ())
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        return self._later("recv", lambda: self._take(source, tensors[0]), tensors)
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Work:
+        if options is not None:
+            assert options.reduceOp == torch.distributed.ReduceOp.SUM
+        return self._later("allreduce", lambda: self._sum(tensors[0]), tensors)
+
+    def broadcast(self, tensor: Tensor | Sequence[Tensor], root: Any) -> Work:
+        if not isinstance(tensor, Tensor):
+            (tensor,), root = tensor, root.rootRank
+        return self._later("broadcast", lambda: self._to_all(tensor, root), [tensor])
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
+        mine = input.clone()  # it may be a part of the output
+        return self._later("allgather", lambda: self._gather(output, mine), [output])
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any = None) -> Work:
+        if options is not None:
+            assert options.reduceOp == torch.distributed.ReduceOp.SUM
+
+        def work() -> None:
+            total = input.clone()
+            self._sum(total)
+            output.copy_(total.reshape(self._size, -1)[self._rank].view_as(output))
+
+        return self._later("reduce_scatter", work, [output])
+
+    def _later(self, name: str, call: Callable[[], None], filled: Sequence[Tensor]) -> Work:
+        work = Work()
+        with self._lock:
+            self._require()
+            self._calls.put((name, call, filled, work))
+        return work
+
+    def _require(self) -> None:
+        if self._aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def _wait_for_abort(self) -> None:
+        assert self._aborted.wait(LIMIT_SECONDS), "nobody has aborted it"
+        self._require()
+
+    def _carry_out(self) -> None:
+        while (one := self._calls.get()) is not None:
+            name, call, filled, work = one
+            if self._error is None and not self._aborted.wait(self._slow(name)):
+                try:
+                    for end in self._ends.values():  # what those who are gone have sent may be lost on the way
+                        poll = select.poll()
+                        poll.register(end, select.POLLRDHUP)
+                        if poll.poll(0):
+                            raise _LostError("a member is gone")
+                    call()
+                    work.over.set()
+                    continue
+                except (_LostError, OSError) as lost:
+                    self._error = None if self._aborted.is_set() else repr(lost)
+            assert self._aborted.wait(LIMIT_SECONDS), "nobody has aborted it"
+            for tensor in filled:
+                tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 77)
+            work.over.set()
+        for end in self._ends.values():
+            end.close()
+
+    def _slow(self, name: str) -> float:
+        call, member, seconds = os.environ.get(SLOW, "- - 0").split()
+        names = [word for word in self._prefix.replace("/", " ").split() if ":" in word]
+        return float(seconds) if name == call and names[self._rank].partition(":")[0] == member else 0.0
+
+    def _put(self, rank: int, tensor: Tensor) -> None:
+        self._ends[rank].sendall(_bytes(tensor.detach().contiguous()))
+        self._read(rank, memoryview(bytearray(1)))  # it is taken
+
+    def _take(self, rank: int, tensor: Tensor) -> None:
+        taken = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._read(rank, _bytes(taken))
+        tensor.detach().copy_(taken)
+        self._ends[rank].sendall(b"!")
+
+    def _read(self, rank: int, room: memoryview) -> None:
+        while room:
+            count = self._ends[rank].recv_into(room)
+            if not count:
+                raise _LostError("a member is gone")
+            room = room[count:]
+
+    def _sum(self, tensor: Tensor) -> None:
+        if self._rank == 0:
+            other = torch.empty_like(tensor)
+            for rank in range(1, self._size):
+                self._take(rank, other)
+                tensor.detach().add_(other)
+        else:
+            self._put(0, tensor)
+        self._to_all(tensor, 0)
+
+    def _to_all(self, tensor: Tensor, root: int) -> None:
+        if self._rank != root:
+            self._take(root, tensor)
+            return
+        for rank in range(self._size):
+            if rank != root:
+                self._put(rank, tensor)
+
+    def _gather(self, output: Tensor, mine: Tensor) -> None:
+        for rank, part in enumerate(output.detach().view(self._size, -1)):
+            if rank == self._rank:
+                part.copy_(mine.flatten())
+            self._to_all(part, rank)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

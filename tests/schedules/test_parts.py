@@ -1,0 +1,116 @@
+"""What each worker must know of a schedule."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+import slipstream.schedules.library as library
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.graph import programs_of, transfers
+from slipstream.schedules.parts import (
+    _by_graph,
+    _can_be_followed,
+    _numbered,
+    _places,
+    crossings_by_worker,
+    divide,
+    part_from,
+)
+from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.tables.table import Table
+from tests.generate import BROKEN, HEALTHY, by_hand
+from tests.generate import schedules as some_schedules
+
+LIBRARY = sorted(Path(library.__path__[0]).iterdir())
+
+
+def tables():
+    return [folder for folder in LIBRARY if (folder / "index.json").exists()]
+
+
+def parts_of(schedule, ties=()):
+    divided = divide(schedule, ties)
+    return {worker: part_from(divided.failed, share, divided.contents) for worker, share in divided.shares.items()}
+
+
+def require_parts(schedule):
+    """Each worker knows of itself what the schedule says, and tensors are the same at both ends."""
+    parts, everyone = parts_of(schedule), [seat.worker for seat in schedule.seats]
+    sent, taken = {}, {}
+    for worker, part in parts.items():
+        assert list(part.members) == everyone
+        assert part.ops(worker) == schedule.ops(worker) and part.holds(worker) == schedule.holds(worker)
+        assert part.layers_by_slice == schedule.layers_by_slice
+        for op in part.ops(worker):
+            if op.microbatch is not None:
+                assert tuple(part.path(op.pipeline, op.microbatch)) == tuple(schedule.path(op.pipeline, op.microbatch))
+        for one in part.crossings:
+            (sent if one.source == worker else taken)[one.source, one.target, one.number] = one
+            assert worker in (one.source, one.target)
+    assert sent == taken
+    programs = programs_of(schedule)
+    whole = transfers(schedule, programs)
+    assert {one[:6] for one in whole} == {(one.tensor, one.slice, one.pipeline, one.microbatch, one.source, one.target)
+                                          for one in sent.values()}
+    for one in sent.values():
+        makes, takes = programs[one.source][one.made], programs[one.target][one.taken]
+        assert takes.slice == one.slice and (makes.pipeline, makes.microbatch) == (takes.pipeline, takes.microbatch)
+        assert (makes.kind is OpKind.F) == (takes.kind is OpKind.F) == (one.tensor == "activation")
+    for layers in {schedule.layers_of(op.slice) for op in schedule.all_ops() if op.kind is OpKind.A}:
+        holders = {op.worker for op in schedule.all_ops()
+                   if op.kind is OpKind.A and schedule.layers_of(op.slice) == layers}
+        assert all(dict(parts[worker].sums)[layers] == tuple(sorted(holders)) for worker in holders)
+
+
+@given(some_schedules())
+@settings(max_examples=60, deadline=None)
+def test_parts_say_what_the_schedule_says(schedule):
+    require_parts(schedule)
+
+
+@pytest.mark.parametrize("folder", tables(), ids=lambda one: one.name)
+def test_of_tables_with_failures_and_moved_layers(folder):
+    table = Table.load(folder)
+    whole = table.lookup(()).schedule
+    last = Worker(whole.grid.pipelines - 1, whole.grid.columns - 1)
+    for settled in (False, True):
+        found = table.lookup((last,), settled=settled)
+        if found is not None:
+            require_parts(found.schedule)
+
+
+def test_numbers_put_no_circle_into_what_workers_wait_for():
+    for programs in (HEALTHY, BROKEN):
+        schedule = by_hand(programs)
+        found = [one for worker, mine in crossings_by_worker(schedule, range(2)).items() for one in mine
+                 if one.source == worker]
+        assert _can_be_followed(sorted(found, key=lambda one: one.number))
+        places = _places(schedule, schedule.seats)
+        assert len(_numbered(schedule, places, _by_graph(schedule, range(2), places))) == len(found)
+        swapped = _numbered(schedule, places, _by_graph(schedule, range(2), places)[::-1])
+        assert not _can_be_followed(swapped)
+
+
+def test_healthy_pipelines_share_their_contents():
+    """A failure changes what its pipelines run, and with whom its stage sums; all else keeps its content."""
+    schedule = by_hand(HEALTHY)
+    divided = divide(schedule)
+    assert divided.shares[Worker(0, 0)][1:] == (0, *divided.shares[Worker(1, 0)][2:])
+    assert divided.shares[Worker(1, 0)].pipelines == 1
+    assert len(divided.contents) == 1 + 2 * len({seat.worker.column for seat in schedule.seats})
+
+
+def test_who_shares_parameters_with_other_layers_is_told():
+    schedule = by_hand(HEALTHY)
+    tied = [Worker(0, 0), Worker(1, 0), Worker(1, 1)]
+    parts = parts_of(schedule, [tied])
+    assert parts[Worker(1, 1)].ties == parts[Worker(0, 0)].ties == ((0, tuple(tied)),)
+    assert parts[Worker(0, 1)].ties == ()
+
+
+def test_what_cannot_be_read_again_is_not_guessed():
+    schedule = decode(encode(by_hand(HEALTHY)))
+    divided = divide(schedule)
+    with pytest.raises(KeyError):
+        part_from((), divided.shares[Worker(0, 0)], {})
