@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.model.data.data import gives_more
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
 from slipstream.runtime.model.layers.split import PRODUCTS, ProductWork, leaves_work, multiplied
 from slipstream.runtime.torch_private import inductor
@@ -40,7 +41,9 @@ def check_compilable(config: RunConfig, device: torch.device) -> None:
     if kind is not None and kind not in COMPILED:
         raise ConfigError(f"{named} model.hugging_face names a {kind}, whose layers are not compiled yet; expected "
                           f"false, the GPT that comes with the package, or {', '.join(map(repr, COMPILED))}")
-
+    if gives_more(config.training):
+        raise ConfigError(f"{named} document_end or data of one's own may cut attention by documents, each time "
+                          "elsewhere; expected false, or neither of them")
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
