@@ -9,7 +9,14 @@ import msgspec
 import typer
 
 from slipstream.cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import failed_workers, is_there, parse_workers, require_writable, write_or_refuse
+from slipstream.cli.shared.inputs import (
+    encoded_or_refuse,
+    failed_workers,
+    is_there,
+    parse_workers,
+    require_writable,
+    write_or_refuse,
+)
 from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.cli.shared.role_changes import role_change_lines
@@ -19,7 +26,6 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.transition import layers_received
 from slipstream.schedules.check import check
-from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.pattern import dead_column
@@ -66,7 +72,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     if violations:
         raise AssertionError(f"lookup gave a schedule that breaks a rule: {violations[0]}")
     if out_file is not None:
-        write_or_refuse(out_file, encode(answer.schedule))
+        write_or_refuse(out_file, encoded_or_refuse(answer.schedule))
     if json:
         print_json(_report(answer))
         return

@@ -9,6 +9,7 @@ import typer
 from slipstream.cli.drawing.text_timeline import timeline
 from slipstream.cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
 from slipstream.cli.shared.inputs import (
+    encoded_or_refuse,
     failed_workers,
     parse_workers,
     read_job_or_refuse,
@@ -48,8 +49,8 @@ from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import SHARE, Recomputation
 from slipstream.planner.report import plan_report
 from slipstream.planner.transition import BANDWIDTH, transition
-from slipstream.schedules.codec import MAX_OPS, ScheduleError, encode
-from slipstream.schedules.schedule import OptimizerMode, Schedule, Worker
+from slipstream.schedules.codec import MAX_OPS
+from slipstream.schedules.schedule import OptimizerMode, Worker
 from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -115,7 +116,7 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
             others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
                                        clock=clock))
     if out_file is not None:
-        write_or_refuse(out_file, _encoded(made.schedule))
+        write_or_refuse(out_file, encoded_or_refuse(made.schedule))
     if json:
         print_json(plan_report(made, wanted, bandwidth, again))
         return
@@ -129,14 +130,6 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     out.print("\n".join(rest))
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
-
-
-def _encoded(schedule: Schedule) -> bytes:
-    """The bytes of a schedule's file. Exits 2 where it is too large for one."""
-    try:
-        return encode(schedule)
-    except ScheduleError as error:
-        refuse(f"--out: {error}")
 
 
 def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:

@@ -75,9 +75,13 @@ def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
     if slice not in path:
         return
     position = path.index(slice)
-    for rule in RULES:
-        if rule.awaited == kind and position - rule.step in rule.positions(len(path)):
-            yield (rule.kind, path[position - rule.step], pipeline, microbatch), rule
+    for rule in _rules_awaiting(kind, position, len(path)):
+        yield (rule.kind, path[position - rule.step], pipeline, microbatch), rule
+
+
+@cache
+def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if rule.awaited == kind and position - rule.step in rule.positions(length))
 
 
 @cache

@@ -132,7 +132,7 @@ class Cluster:
             await asyncio.sleep(max(0.0, began + tick * interval / TICKS - NOW()))
             for worker, fake in list(self.workers.items()):
                 if place[worker] == tick % TICKS and fake.connected:
-                    fake.beat()
+                    fake.beat(interval)
 
     # --- node 0, from outside
 

@@ -43,6 +43,7 @@ class Fake(asyncio.Protocol):
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self.bytes = 0
+        self._said = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for the greeting."""
@@ -67,6 +68,7 @@ class Fake(asyncio.Protocol):
         """Send a message."""
         if self._transport is not None and self._answer is not None:
             self._transport.write(frame(message).tagged(self._answer.keys.sending))
+            self._said = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         """Answer the greeting, check the proof, then take messages."""
@@ -159,6 +161,7 @@ class FakeWorker(Fake):
         """Stop, and say so."""
         self.say(Paused(self.worker, self.order, self.layers, None, None))
 
-    def beat(self) -> None:
-        """Live."""
-        self.say(Heartbeat())
+    def beat(self, interval: float) -> None:
+        """Say something, where nothing was said for an interval."""
+        if time.monotonic() - self._said >= interval:
+            self.say(Heartbeat())

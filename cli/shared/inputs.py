@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.cli.shared.console import near, refuse
 from slipstream.planner.job.file import Job, JobError, read_job
 from slipstream.planner.job.topology import workers_of_nodes
-from slipstream.schedules.codec import ScheduleError, read
+from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -89,6 +89,14 @@ def require_writable(path: Path | None) -> None:
             pass
     except OSError as error:
         refuse(f"{path}: cannot be written: {error.strerror}")
+
+
+def encoded_or_refuse(schedule: Schedule) -> bytes:
+    """The bytes of a schedule's file, which may be too large for one."""
+    try:
+        return encode(schedule)
+    except ScheduleError as error:
+        refuse(f"--out: {error}")
 
 
 def write_or_refuse(path: Path, data: bytes) -> None:

@@ -5,6 +5,7 @@ out, and then looks for another coordinator at the same address. That must have 
 started before the one that is gone are followed no more, whoever repeats what they have said.
 """
 
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -42,6 +43,8 @@ class CoordinatorLink(Generic[M, S]):
         self._channel = channel
         self._connect = connect
         self.setup = setup
+        self.sent = time.monotonic()
+        """When anything was sent last: whatever it is shows that this process lives."""
 
     def fileno(self) -> int:
         """For a selector."""
@@ -57,6 +60,7 @@ class CoordinatorLink(Generic[M, S]):
         channel = self._channel
         try:
             channel.send(message)
+            self.sent = time.monotonic()
         except RendezvousError:
             channel.abort()
 

@@ -33,7 +33,8 @@ class JoinNode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A worker is alive. Sent a few times in each heartbeat timeout; a worker silent for longer is given up."""
+    """A worker is alive. Sent a few times in each heartbeat timeout by a worker that has nothing else to say; one that
+    is silent for longer is given up."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):

@@ -130,8 +130,10 @@ class MainThread:
                         return 0
                     self._handle(message)
                 if time.monotonic() >= beat:
-                    self._channel.send(Heartbeat())
-                    beat = time.monotonic() + interval
+                    beat = self._channel.sent + interval  # what says anything else needs no heartbeat
+                    if time.monotonic() >= beat:
+                        self._channel.send(Heartbeat())
+                        beat = time.monotonic() + interval
                 if self._generation is not None and self._generation.ending:
                     self._generation.abandon_if_stuck()
 

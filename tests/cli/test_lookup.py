@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.shared import inputs
 from slipstream.schedules.check import check
-from slipstream.schedules.codec import read
+from slipstream.schedules.codec import ScheduleError, read
 from slipstream.schedules.schedule import Worker
 from tests.cli.test_table import JOB
 
@@ -35,6 +36,15 @@ def test_a_file_is_no_table(table):
     assert result.exit_code == 2
     assert result.stderr == f"slipstream: {table / 'job.toml'}: a file; expected the folder of a table, as " \
         "`slipstream table` writes it\n"
+
+
+def test_a_schedule_too_large_for_a_file_is_refused(table, tmp_path, monkeypatch):
+    def refused(_):
+        raise ScheduleError("the schedule is too large for a file")
+
+    monkeypatch.setattr(inputs, "encode", refused)
+    result = slipstream("lookup", table, "--failed", "0.0", "--out", tmp_path / "schedule.json")
+    assert (result.exit_code, result.stderr) == (2, "slipstream: --out: the schedule is too large for a file\n")
 
 
 def test_gives_a_relabelled_schedule(table, tmp_path):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 """The installed command."""
-SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "slipstream/__init__.py", "cli/__init__.py")
+SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "planner/__init__.py", "cli/__init__.py")
 MODEL = """
 import helper
 from slipstream.runtime.model.layers.gpt import GPT

@@ -1,5 +1,6 @@
 """What a worker keeps of what it has sent."""
 
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -75,3 +76,21 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
     assert most <= 5
     exchange.flush()
     assert one.still[0] == 0
+
+
+def test_who_is_left_behind_keeps_nothing_that_is_under_way():
+    from slipstream.runtime.model.passed import TensorForm
+
+    class Keeping(Alone):
+        def send(self, payload, target, tag, own_rank):
+            return payload
+
+    schedule = schedule_for(grid(1, 2, 2))
+    exchange = Exchange(schedule, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1))
+    sent = torch.zeros(1, dtype=torch.float64)
+    kept = weakref.ref(sent)
+    exchange.give(0, TensorName("activation", 1, 0, 0), sent)
+    del sent
+    assert kept() is not None
+    exchange.let_go()
+    assert kept() is None

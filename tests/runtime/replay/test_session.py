@@ -176,6 +176,7 @@ def test_an_abort_releases_whoever_is_blocked_and_what_comes_after_it_does_not_c
     begun = team.begin(team.members[1], blocked, team, sessions)
     time.sleep(HELD_UP_SECONDS)
     assert not begun.done() and sessions[1].errored() is None
+    assert sessions[1].over() == (blocked is meets or not team.ordered), "what is under way would still fill a tensor"
     sessions[1].abort()
     assert isinstance(begun.exception(20), CommunicationError | None)
     if blocked is not meets and team.ordered:
@@ -185,6 +186,7 @@ def test_an_abort_releases_whoever_is_blocked_and_what_comes_after_it_does_not_c
     with pytest.raises(CommunicationError):
         sessions[1].send(full(team.members[1], 1), WORKERS[0], 1)
     sessions[1].drain()
+    assert sessions[1].over()
 
 
 @pytest.mark.parametrize("blocked", [receive, sums])

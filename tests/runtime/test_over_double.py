@@ -1,0 +1,79 @@
+"""Runs over a double of NCCL, with its manners: nothing of the garbage that an abort leaves is ever committed."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.chaos import TOLERANCE, train_through
+from benchmarks.chaos_checks import Tally
+from benchmarks.chaos_scenario import settings
+from slipstream.runtime import run_fit
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.launch import run
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
+from tests.runtime.failing import WIDE, Planning, at, dead, returned, train
+from tests.runtime.forked import own_fork_server
+from tests.runtime.replay.double import HASTY, SLOW
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+
+
+@pytest.fixture(autouse=True)
+def _over_nccl(monkeypatch):
+    monkeypatch.setattr(run_fit, "choose_transport", lambda *_: "nccl")
+
+
+@pytest.fixture(scope="module")
+def workers_of_double():
+    with own_fork_server("tests.runtime.over_double") as fork_server:
+        yield fork_server
+
+
+@pytest.mark.parametrize("training", [{}, {"clip_norm": 1.8}, {"shard_optimizer": True}])
+def test_numbers_are_those_of_one_process(training, workers_of_double, tmp_path):
+    config = tiny(iterations=5, **training)
+    result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=workers_of_double)
+    assert_same_numbers(result, judge(config, WIDE.microbatches, 5))
+
+
+@pytest.mark.parametrize("training", [{}, {"shard_optimizer": True, "clip_norm": 1.8}])
+def test_killed_anywhere_and_back(training, workers_of_double, tmp_path):
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
+    result = train(kills, workers_of_double, tmp_path, job=WIDE, config=tiny(iterations=32, **training),
+                   returns=(Return(Worker(0, 0), 3), Return(Worker(2, 1), 5)))
+    assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
+
+
+def test_one_dies_where_layers_move(workers_of_double, tmp_path):
+    result = train([at("1.1", 2, 3), at("0.1", 20, 3)], workers_of_double, tmp_path, job=WIDE,
+                   config=tiny(iterations=30), rebalancer=Planning(WIDE))
+    assert dead(result) == ["1.1", "0.1"]
+
+
+@pytest.mark.parametrize("hasty", [False, True], ids=["as it is", "without commit points"])
+def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, monkeypatch, tmp_path):
+    """The last stage has reported an iteration when one of its workers dies; the first one is still gathering what it
+    has stepped, which the end of the order breaks off. Without commit points, all report an iteration, which is then
+    committed with what the abort has left: so this would fail."""
+    monkeypatch.setenv(SLOW, "allgather 0.0 1.0")
+    if hasty:
+        monkeypatch.setenv(HASTY, "1")
+    config = tiny(iterations=6, shard_optimizer=True)
+    with own_fork_server("tests.runtime.over_double") as fork_server:
+        if not hasty:
+            result = train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+            assert dead(result) == ["2.1"]
+            return
+        with pytest.raises(RunError, match="the loss of iteration 3 is not finite"):
+            train([at("2.1", 2, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "sharded-clipped"), (3, "settling"),
+                                            (4, "sharded-settling-clipped"), (5, "ranks")])
+def test_chaos(seed, name, workers_of_double, tmp_path):
+    tally, setting = Tally(), replace(settings("3x2", 24)[name], gap=(3, 8), away=(1, 4))
+    train_through(setting, random.Random(seed), workers_of_double, tmp_path, tally, storm_seconds=2.0)
+    assert tally.kills >= 2, tally.report()
+    assert tally.deviation <= TOLERANCE

@@ -1,0 +1,42 @@
+"""What becomes of a thread that does not come back when its order has ended."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS, OpenCall
+from slipstream.runtime.worker import generation
+from slipstream.runtime.worker.generation import Generation, StuckDeviceError
+
+THREAD = 1
+"""No thread's."""
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """A generation whose thread has been in a call for ten seconds, and whose order ended five seconds ago."""
+    monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
+    made, told = Generation.__new__(Generation), []
+    made._ended_at, made._connected, made._thread = time.monotonic() - 5, True, SimpleNamespace(ident=THREAD)
+    made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"))
+    made._training = SimpleNamespace(let_go=lambda: told.append("freed"))
+    made._say_paused, made.over, made.told = told.append, True, told
+    yield made
+    OPEN_CALLS._abandoned.discard(THREAD)
+
+
+def test_it_is_left_behind_with_nothing(stuck):
+    stuck.abandon_if_stuck()
+    assert stuck.told == ["freed", "released", "stuck while receiving"]
+
+
+def test_it_is_not_left_behind_while_the_device_may_write_what_the_worker_holds(stuck, monkeypatch):
+    """The process ends instead, if that goes on."""
+    stuck.over = False
+    stuck.abandon_if_stuck()
+    assert not stuck.told
+    monkeypatch.setattr(generation, "ABORT_SECONDS", 4.0)
+    with pytest.raises(StuckDeviceError, match="after an abort"):
+        stuck.abandon_if_stuck()
+    assert not stuck.told
