@@ -71,7 +71,7 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	$(BIN)/python -m slipstream.planner.search.compiled
+	$(BIN)/python -m slipstream.planner.compiled
 	touch $@
 
 clean:                     ## remove the environment and everything generated

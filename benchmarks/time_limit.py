@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import plan_job
 from slipstream.planner.repetition import GRACE_SECONDS, GRACE_SHARE, TooLargeError
-from slipstream.planner.search.compiled import ready
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker
 

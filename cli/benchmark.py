@@ -60,6 +60,7 @@ def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None
     names = _known(case, CASES, "--case")
     chosen = _known(policy, POLICIES, "--policy") if policy else []
     entries = [_entry(name) for name in entry or ()]
+    _require_names(entries)
     for name in ("benchmark.json", "benchmark.html", "benchmark.md"):
         require_writable(folder / name)
     compile_planner()
@@ -109,6 +110,18 @@ def _entry(name: str) -> Table | type[Policy]:
     if kind is None:
         refuse(f"--entry {name}: neither a .json file nor an installed entry point of the group {GROUP}")
     return kind
+
+
+def _require_names(entries: list[Table | type[Policy]]) -> None:
+    """End the command where two systems have one name, or a table has a case that is not of the set."""
+    taken = set(POLICIES)
+    for one in entries:
+        if one.name in taken:
+            refuse(f"--entry {one.name}: another system has this name; expected one of its own")
+        taken.add(one.name)
+        for name in one.cases if isinstance(one, Table) else ():
+            if name not in CASES:
+                refuse(f"--entry {one.name}: cases.{name}: expected one of {', '.join(CASES)}{near(name, CASES)}")
 
 
 def _report(results: list[CaseResult], near_published: list[Fidelity], back: list[Returned], seeds: int) -> \

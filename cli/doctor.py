@@ -122,13 +122,13 @@ def _backends() -> Iterator[Finding]:
 
 
 def _compiled() -> Finding:
-    from slipstream.planner.search.compiled import is_compiled
+    from slipstream.planner.loops import is_compiled
 
     with importing():
         compiled = is_compiled()
     if not compiled:
-        return Finding("backends", "compiled search", "absent", "the first plan compiles it, once per installation, in "
-                       "about 20 s; or python -m slipstream.planner.search.compiled")
+        return Finding("backends", "compiled search", "absent", "the first plan has it compiled, once per "
+                       "installation, in about 20 s; or python -m slipstream.planner.compiled")
     return Finding("backends", "compiled search", "ok", "compiled")
 
 

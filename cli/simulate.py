@@ -15,7 +15,9 @@ from rich.table import Table as Grid
 from slipstream.cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
 from slipstream.cli.fleet import (
     FAILURE_MODELS,
+    PLAN_SECONDS,
     POLICIES,
+    SETTLE_SECONDS,
     SLOW_MODELS,
     AvailabilityTrace,
     Cause,
@@ -276,7 +278,9 @@ def _grid(job: Job) -> str:
 def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
     return (
         f"{samples:g} samples per micro-batch",
-        "schedules " + (f"from the table {table}, others " if table else "") + "planned on the spot by list schedulers",
+        "schedules " + (f"from the table {table}, others " if table else "") + "planned on the spot by list schedules, "
+        f"in as many counted steps as {PLAN_SECONDS:g} s have, or {SETTLE_SECONDS:g} s at most where layers move; "
+        "`slipstream plan` and `table` with more time find better ones",
         f"costs for {costs.parameters:.3g} parameters: switch {costs.switch_seconds:g} s, loading a stage "
         f"{costs.load_seconds:.3g} s, restart {costs.restart_seconds:.3g} s, checkpoint {costs.checkpoint_seconds:.3g} "
         f"s, Oobleck's reconfiguration {costs.oobleck_seconds:.3g} s, Bamboo's {costs.bamboo_seconds:.3g} s",

@@ -19,13 +19,14 @@ from slipstream.cli.shared.options import (
     Json,
     MethodName,
     Optimizer,
+    Params,
     Seed,
     Steps,
 )
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, plan_options
+from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import JobError, parse_job, read_job_text
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.progress import CountCallback
 from slipstream.planner.tables.build import BuiltTable, build_table
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError
@@ -47,7 +48,8 @@ OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metava
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
           jobs: Jobs = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 5.0, steps: Steps = None, seed: Seed = 0, json: Json = False) -> None:
+          time_limit: TimeLimit = 5.0, steps: Steps = None, params: Params = None, seed: Seed = 0,
+          json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     One runs at once: failures are spread over stages by role moves, and layers stay where they are. The other is the
@@ -55,7 +57,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
-                           steps=steps, seed=seed)
+                           steps=steps, params=params, seed=seed)
     try:
         text = read_job_text(job)  # once: what is planned is what is kept beside the table, even of a pipe
         read = parse_job(text, str(job))

@@ -3,12 +3,13 @@
     job/         the job file
     model/       the scheduling problem, its bounds, its arrays
     search/      searches for the best solution
-    plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
+    plan         one checked schedule for a job and its failures (`options`)
     degraded     workers that go on as half their processes
     periods      periods by what is down, for simulations that ask for hundreds
     portfolio    what answers a failure: whole micro-batches, slices, moved layers
     params       what steers a search
-    budget       what a search may use: seconds or counted steps, a seed
+    budget       what a search may use: seconds or counted steps, a seed, a way to be stopped; progress
+    kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
     repetition   many micro-batches as a plan of fewer, again and again
     reference    the fault-free period that plans are compared with
     normalise    chooses which roles stay vacant, for a number of failures

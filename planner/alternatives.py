@@ -11,7 +11,7 @@ from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import Plan, plan_only
 from slipstream.planner.recompute import choose_recomputation
-from slipstream.planner.search.baselines import BASELINES
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.relabel import relabel
 

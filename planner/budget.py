@@ -4,14 +4,45 @@ With seconds, how far a search gets depends on the machine and on what else runs
 steps, one seed gives one plan: on any machine, at any load, with any number of threads.
 """
 
+import math
+import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 import msgspec
 
-from slipstream.planner.progress import SearchProgress
+# --- Progress ---------------------------------------------------------------------------------------------------------
+
+
+ProgressCallback = Callable[[str], None]
+"""Called with one line: a better plan was found, or what takes long now."""
+
+CountCallback = Callable[[int, int], None]
+"""Called with (parts finished, parts in all) by work that is done in parts."""
+
+
+def quiet(line: str) -> None:
+    """A callback that does nothing."""
+
+
+class SearchProgress:
+    """What one search tells: plans that are better than all that it told of before, whichever step found them."""
+
+    def __init__(self, line: ProgressCallback = quiet) -> None:
+        self.line = line
+        """Tells anything else."""
+        self._least = math.inf
+
+    def found(self, method: str, period: float, bound: float) -> None:
+        """A plan with this period, in seconds, and its proven bound."""
+        if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
+            self._least = period
+            self.line(f"{method}: period {period:g} s, bound {bound:g} s")
+
 
 STEP_SECONDS = 2.5e-6
 """What a step takes on an idle core, about. One move of annealing is a step; all else is counted in as many moves as it
@@ -194,3 +225,38 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """The thread beside this one, which had that budget, has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
+
+
+# --- Ctrl-C during a search: noted, and acted upon where the best plan so far is safe ---------------------------------
+
+
+class _Note:
+    """A handler that sets an event; at the second signal it raises KeyboardInterrupt after all."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        self.event.set()
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event instead of raising KeyboardInterrupt; a second one raises it after all.
+
+    An exception could strike anywhere, also where Python swallows it. Only the main thread of a program gets signals;
+    elsewhere the event is never set. Where one search is part of another, what has ended the inner ends the outer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield threading.Event()
+        return
+    note = _Note()
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield note.event
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if isinstance(before, _Note) and note.event.is_set():
+            before.event.set()

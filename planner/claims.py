@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
-from slipstream.planner.model.holdings import held_problem, in_place
+from slipstream.planner.model.from_job import held_problem, in_place
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.normalise import Windows
 from slipstream.planner.report import shared_ticks

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import added
-from slipstream.planner.job.shared_state import share
+from slipstream.planner.job.layers import added, share
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.schedules.schedule import Worker

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.planner.budget import ProgressCallback, quiet
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.progress import ProgressCallback, quiet
 from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.tables.process_pool import PoolError, run_all
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.costs import Room

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.planner.bound import Bound
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.assemble import build_schedule
@@ -15,7 +16,6 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.planner.model.start_times import timed
 from slipstream.planner.plan import Plan
-from slipstream.planner.search.compiled import ready
 from slipstream.schedules.check import Violation, check
 from slipstream.schedules.schedule import BackwardMode, OpKind, OptimizerMode
 from slipstream.schedules.torchcsv import Action

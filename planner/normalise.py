@@ -24,18 +24,17 @@ from itertools import islice
 import msgspec
 
 from slipstream.planner.bound import Bound
-from slipstream.planner.budget import Clock
+from slipstream.planner.budget import Clock, ProgressCallback, StepClock, quiet
+from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import exact
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import Plan, Planned, plan_only, plan_with
-from slipstream.planner.progress import ProgressCallback, quiet
+from slipstream.planner.plan import Plan, plan_only, plan_with
 from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.search.compiled import ready
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 from slipstream.schedules.tables.pattern import (
@@ -204,7 +203,7 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[P
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Planned:
+                progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
     """The best plan for a number of failures, whose roles may be chosen: a function of job, number and options.
 
     The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
@@ -224,7 +223,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     deadline = clock.now() + options.seconds
     best = _best_candidate(job, windows, failures, options, progress, clock)
     left = deadline - clock.now()
-    if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
+    if best.interrupted or best.schedule.status == "optimal" or left < best.solve_seconds:
         return best
     final = plan_only(options.within(left), job, best.schedule.failed, clock)
     better = final.period <= best.period
@@ -232,7 +231,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
 
 def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
-                    progress: ProgressCallback, clock: Clock) -> Planned:
+                    progress: ProgressCallback, clock: Clock) -> Plan:
     """The candidate with the shortest plan; the first of equals.
 
     All are planned in a share of the time, then the best few again in as much. Where that is more than the list
@@ -241,8 +240,8 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     """
     over = clock.now() + 2 * SEARCH_SHARE * options.seconds
     floor = windows.seconds(windows.distributions(failures)[0][0])
-    best: dict[tuple[Worker, ...], Planned] = {}
-    shortest: Planned | None = None
+    best: dict[tuple[Worker, ...], Plan] = {}
+    shortest: Plan | None = None
     left = candidates(job, windows, failures)
     for keep in (FINALISTS, 0):
         quick = options.comparing.within(options.seconds * SEARCH_SHARE / len(left))
@@ -256,7 +255,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
             if shortest is None or made.period < shortest.period:
                 shortest = made
                 progress(_described(made.schedule))
-            if made.interrupted or shortest.period <= floor or clock.now() + made.seconds > over:
+            if made.interrupted or shortest.period <= floor or clock.now() + made.solve_seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
             break
@@ -278,8 +277,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
     JobError for unknown workers, NoPlanError when no schedule can exist.
     """
-    ready(progress)
-    began, clock = time.monotonic(), clock or options.clock()
+    clock = clock or options.clock()
+    (ready if isinstance(clock, StepClock) else begin)(progress)
+    began = time.monotonic()
     roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
     best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)
     in_place = msgspec.structs.replace(options.within(roles), layers="fixed")

@@ -10,8 +10,8 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.baselines import BASELINES
 from slipstream.planner.search.engine import Method as Method
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 

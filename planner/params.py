@@ -12,7 +12,7 @@ Shares are of the time, or the steps, that is left at that point. Ops are comput
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,10 @@ Factor = Annotated[float, Meta(ge=1e-9)]
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Rounds = tuple[tuple[Count, Share], ...]
+Field = Literal["in_flight", "fill_wait", "lookahead", "forward_lookahead", "places", "gradient_places", "advance",
+                "gradient_advance", "ignore_transfers", "load_share", "make_room", "rerouted"]
+"""Of a dispatch rule (`planner.search.list_scheduler.DispatchRule`)."""
+Changes = Annotated[tuple[tuple[Field, AtLeastOne], ...], Meta(min_length=1)]
 
 
 class ParamsError(ValueError):
@@ -50,6 +54,17 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of the time, for the grid, where the random steps may also change the assignment."""
     assignment_steps: Share = 0.5
     """Share of the random steps that change the assignment."""
+    changes: Changes = (
+        ("in_flight", 28), ("fill_wait", 15), ("lookahead", 14), ("forward_lookahead", 7), ("places", 6),
+        ("gradient_places", 6), ("ignore_transfers", 6), ("load_share", 4), ("make_room", 3), ("rerouted", 2))
+    """Which field of a rule a random step changes, and how often: half by how often each made a plan shorter, half
+    mostly limits in flight: the mean of both did best on the grids of benchmarks.quality."""
+    changes_of_layouts: Changes = (
+        ("fill_wait", 25), ("places", 12), ("gradient_places", 12), ("gradient_advance", 12), ("lookahead", 12),
+        ("forward_lookahead", 9), ("advance", 6), ("in_flight", 6), ("ignore_transfers", 2), ("make_room", 1))
+    """The same where a layout is ordered, by how often each made a plan shorter on benchmarks.layers."""
+    changes_twice: Share = 0.3
+    """Of the random steps, those that change two fields."""
     largest_untimed: Count = 20_000
     """Ops up to which the schedules that others run are tried when the time is over, too."""
     piece_share: Share = 0.5

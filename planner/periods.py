@@ -14,7 +14,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.budget import Budget
+from slipstream.planner.budget import Budget, ProgressCallback, quiet
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.layout.bounds import work_bound
@@ -29,12 +30,9 @@ from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.model.ticks import tick_of
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.progress import ProgressCallback, quiet
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.baselines import one_f_one_b
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import solve
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight, one_f_one_b
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 

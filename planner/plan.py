@@ -7,8 +7,18 @@ from contextlib import contextmanager
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock, End, Tally
-from slipstream.planner.interrupt import interruptible
+from slipstream.planner.budget import (
+    Budget,
+    Clock,
+    End,
+    ProgressCallback,
+    SearchProgress,
+    StepClock,
+    Tally,
+    interruptible,
+    quiet,
+)
+from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
@@ -16,12 +26,10 @@ from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.portfolio import proposed
-from slipstream.planner.progress import ProgressCallback, SearchProgress, quiet
 from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
-from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import Method, Solved, solve
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
@@ -36,9 +44,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule that passed the checker, and how it came about."""
 
     schedule: Schedule
-    fault_free: FaultFree | None
-    """By the same method with no worker down; None where there was no time to plan that."""
-    solve_seconds: float
+    fault_free: FaultFree | None = None
+    """By the same method with no worker down; None where that was not asked for, or there was no time for it."""
+    solve_seconds: float = 0.0
+    """Spent on it, by the clock of its search."""
     evidence: str | None = None
     """Where the period is above the bound: which of the two is likely to blame, and why."""
     interrupted: bool = False
@@ -66,7 +75,8 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
              steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
     """Plan one schedule within about `time_limit` seconds, or within so many steps, in which one seed gives one plan.
 
-    The first plan of an installation is compiled for before.
+    Where the inner loops are not compiled yet, another process compiles them, and this plan is made of list schedules;
+    with steps it waits.
 
     `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
     so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
@@ -83,8 +93,9 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     `clock`: of a search that this plan is part of.
     """
     require_known(failed, job)
-    ready(progress)
-    began, clock = time.monotonic(), clock or options.clock()
+    clock = clock or options.clock()
+    (ready if isinstance(clock, StepClock) else begin)(progress)
+    began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
         speed = Speed(options.seconds, clock)
@@ -97,7 +108,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         other_speed = speed if options.steps is None else Speed(options.seconds, other)
         itself = not failed and options.layers == "fixed"
         fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
-        found = _search(options, job, failed, told, speed)
+        found, why = _search(options, job, failed, told, speed)
         schedule = found.schedule
         alike = is_alike(schedule)
         if itself and alike:
@@ -108,11 +119,9 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
             fault_free = _fault_free(options, job, fault_free, rest, other_speed)
             if fault_free and alike:
                 fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
-        evidence = None if schedule.status == "optimal" else found.evidence() or None
-        interrupted = stop.is_set()
-    return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=evidence, fault_free=fault_free, fixed_period=found.fixed_period,
-                tally=budget.tally, end=found.end)
+        evidence = None if schedule.status == "optimal" else why() or None
+        return msgspec.structs.replace(found, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
+                                       evidence=evidence, fault_free=fault_free, tally=budget.tally)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
@@ -121,7 +130,7 @@ def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget:
     if (known and known.close) or (budget.seconds < 0.0 and known):
         return known
     try:
-        schedule = _search(reference_options(options), job, (), budget, speed, grace=False).schedule
+        schedule = _search(reference_options(options), job, (), budget, speed, grace=False)[0].schedule
         return _reference(schedule, options).better(known)
     except TooLargeError:
         return known
@@ -134,24 +143,7 @@ def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
     return FaultFree(period=period, bound=bound)
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """A checked schedule with nothing to compare it to."""
-
-    schedule: Schedule
-    interrupted: bool = False
-    """Ctrl-C cut the search short."""
-    seconds: float = 0.0
-    """Spent on it, by the clock."""
-    tally: Tally | None = None
-    """As of `Plan`."""
-
-    @property
-    def period(self) -> float:
-        """Seconds."""
-        return self.schedule.seconds(self.schedule.period_ticks)
-
-
-def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None) -> Planned:
+def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None) -> Plan:
     """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of.
 
     Raises NoPlanError.
@@ -161,23 +153,17 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget, Speed(options.seconds, clock))
-        return Planned(found.schedule, stop.is_set(), clock.now() - began, budget.tally)
+        found, _ = _search(options, job, failed, budget, Speed(options.seconds, clock))
+        return msgspec.structs.replace(found, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
+                                       tally=budget.tally)
 
 
-class _Found(msgspec.Struct, frozen=True):
-    """A checked schedule, and what is known about its gap."""
-
-    schedule: Schedule
-    evidence: Callable[[], str]
-    """Found out when it is asked for."""
-    fixed_period: float | None = None
-    """Seconds, of the best plan with layers in place, where they move in this one."""
-    end: End | None = None
+Found = tuple[Plan, Callable[[], str]]
+"""A plan by itself, and what tells of its gap: few ask."""
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
-            grace: bool = True) -> _Found:
+            grace: bool = True) -> Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
     if options.holds or (job.memory is not None and job.memory.capacity_of):
         if options.method in BASELINES:
@@ -207,15 +193,15 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
     schedule = repeated(job, blocks, strongest_bound(problem), plan_block)
-    return _Found(schedule, lambda: f"planned as {said}, each of which fills and drains the pipelines; with more time "
-                  "the whole iteration is planned at once")
+    return Plan(schedule=schedule), (lambda: f"planned as {said}, each of which fills and drains the pipelines; with "
+                                     "more time the whole iteration is planned at once")
 
 
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
-              budget: Budget) -> _Found:
+              budget: Budget) -> Found:
     """The best schedule of whatever answers these failures."""
     solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
-    return _Found(_checked(solved), solved.evidence, solved.fixed_period, solved.end)
+    return Plan(schedule=_checked(solved), fixed_period=solved.fixed_period, end=solved.end), solved.evidence
 
 
 def _checked(solved: Solved) -> Schedule:

@@ -25,9 +25,7 @@ from slipstream.planner.model.from_job import layout_problem, problem_of_layout
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.ticks import tick_of
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.search.bound import divided
-from slipstream.planner.search.incumbent import Incumbent
-from slipstream.planner.search.proposals import Proposals
+from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Worker
 

@@ -18,8 +18,9 @@ import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
+from slipstream.planner.compiled import load
 from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.search.compiled import load
+from slipstream.planner.loops import plain
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Worker, period_ticks, place
 
@@ -136,7 +137,8 @@ def sample_of(job: Job, ops_of: OpsOf) -> Job:
 
 def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:
     """The pace of this machine, by a part of the job, which is so many ops."""
-    load()
+    if not plain():
+        load()
     began = clock.thread()
     schedule = plan_block(sample, 0.0)
     planned = clock.thread()

@@ -44,9 +44,10 @@ from slipstream.cli.fleet.figures import FIGURES, Figure
 from slipstream.cli.fleet.figures.figure import Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Cause, Policy
+from slipstream.cli.fleet.settled import SETTLE_SECONDS
 from slipstream.cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
 from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
-from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.cli.fleet.throughput import PLAN_SECONDS, Throughputs
 from slipstream.cli.fleet.trace_file import TraceFileError, read_availability_trace
 
 __all__ = [
@@ -55,7 +56,9 @@ __all__ = [
     "FAILURE_MODELS",
     "FIGURES",
     "GROUP",
+    "PLAN_SECONDS",
     "POLICIES",
+    "SETTLE_SECONDS",
     "SLOW_MODELS",
     "VERSION",
     "AvailabilityTrace",

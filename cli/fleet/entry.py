@@ -141,10 +141,14 @@ def read_entry(path: Path) -> Table:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise EntryError(f"{path}: {error}; expected the form slipstream-entry-1 (docs/benchmark.md)") from None
     for case, rows in table.cases.items():
+        if not rows:
+            raise EntryError(f"{path}: cases.{case}: no rows; expected one at least, for `down` 0")
         for number, row in enumerate(rows):
             counts = row.down if isinstance(row.down, list) else [row.down]
-            if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0 or not rows:
+            if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0:
                 raise EntryError(f"{path}: cases.{case}[{number}]: expected nothing below 0")
+            if row.down in [other.down for other in rows[:number]]:
+                raise EntryError(f"{path}: cases.{case}[{number}]: a second row for `down` {row.down}; expected one")
     return table
 
 
@@ -167,11 +171,15 @@ def table_policy(table: Table, case: str, stages: int) -> type[Policy] | None:
 def installed_policy(name: str) -> type[Policy] | None:
     """The policy of an installed package, by the name of its entry point; None where there is none.
 
-    Raises EntryError where it is no policy.
+    Raises EntryError where it cannot be imported or is no policy.
     """
     for point in entry_points(group=GROUP, name=name):
-        kind = point.load()
+        try:
+            kind = point.load()
+        except Exception as error:  # code of others: whatever it raises, the user is told where
+            raise EntryError(f"{name}: {point.value} cannot be imported: {type(error).__name__}: {error}") from None
         if not (isinstance(kind, type) and issubclass(kind, Policy)):
-            raise EntryError(f"{name}: {point.value} is no policy; expected a class that inherits cli.fleet.Entry")
+            raise EntryError(f"{name}: {point.value} is no policy; expected a class that inherits "
+                             "slipstream.cli.fleet.Entry")
         return kind
     return None

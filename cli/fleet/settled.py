@@ -22,7 +22,7 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""
-SECONDS, SECONDS_PER_OP = 0.5, 2e-4
+SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
 """Time for one plan, at most, and for each of its compute ops, as counted steps stand for it; list schedules of small
 jobs need no more."""
 TRIAL = 0.25
@@ -126,7 +126,7 @@ class SettledPlans:
         failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
-        seconds = min(SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
+        seconds = min(SETTLE_SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
         try:
             return plan_only(self._options.within(share * seconds), job, failed).schedule
         except NoPlanError:

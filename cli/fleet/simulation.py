@@ -12,7 +12,7 @@ from slipstream.cli.fleet.costs import Costs
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 
 Floats = npt.NDArray[np.float64]
 CAUSES = tuple(Cause)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slipstream.planner.interrupt import interruptible
+from slipstream.planner.budget import interruptible
 
 
 @contextmanager

@@ -9,16 +9,15 @@ from typing import cast
 from slipstream.cli.shared.console import answer_no, err, refuse
 from slipstream.cli.shared.inputs import require_choice
 from slipstream.cli.shared.reference_cache import keep_reference, known_reference
-from slipstream.planner.budget import Clock
+from slipstream.planner.budget import Clock, ProgressCallback
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, read_params
 from slipstream.planner.plan import Plan, plan_with
-from slipstream.planner.progress import ProgressCallback
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.search.engine import METHODS, Method
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 

@@ -2,8 +2,7 @@
 
     toml_table        reads a table key by key, and checks every value
     file              TOML to a checked `Job`
-    layers            what each layer costs
-    shared_state      the memory of optimizer state that holders share, while some are down
+    layers            what each layer costs; the memory of optimizer state that holders share, while some are down
     writer            writes job files
     estimate          stage times and memory from a model's shape and a GPU's data sheet
     profiler_trace    stage times from Chrome traces

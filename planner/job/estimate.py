@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slipstream.planner.job.shared_state import share
+from slipstream.planner.job.layers import share
 from slipstream.planner.job.writer import rounded
 
 BYTES_HELD = 18

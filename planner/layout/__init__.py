@@ -1,10 +1,9 @@
 """Which live worker holds which layers, and the route of each micro-batch: what is decided before any order in time.
 
     types          layer ranges, routes, a layout
-    problem        what is given: costs of layers, live workers, what they hold
+    problem        what is given: costs of layers, live workers, what they hold; layers that the same workers hold
     candidates     layouts, the most promising first
     fixed          nobody holds more than before: live holders share the work of a stage
-    parts          ranges of layers that the same workers hold
     cuts           which workers form lines; one cut for all pipelines
     lines          the layers of a line, cut over its workers; the least longest load
     division       the work of an iteration, divided over lines

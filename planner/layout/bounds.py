@@ -8,8 +8,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from slipstream.planner.bound import Bound
-from slipstream.planner.layout.parts import parts_of
-from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.problem import LayoutProblem, parts_of
 from slipstream.schedules.schedule import Scope, Worker
 
 Unavailable = Callable[[Worker], int]

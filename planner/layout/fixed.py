@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from slipstream.planner.layout.lines import least_limit
-from slipstream.planner.layout.parts import Part, parts_of
-from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.layout.problem import LayoutProblem, Part, parts_of
 from slipstream.planner.layout.routes import stops_of
 from slipstream.planner.layout.types import Layout, MicroBatch
 from slipstream.schedules.layers import LayerRange

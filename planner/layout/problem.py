@@ -1,6 +1,7 @@
 """What a layout is made for, in plain integers."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -161,3 +162,23 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The route of a micro-batch when all workers live."""
         path = self.paths[batch.microbatch % len(self.paths)]
         return tuple(Stop(layers, Worker(batch.pipeline, column)) for layers, column in path)
+
+
+class Part(NamedTuple):
+    """Consecutive layers and those who hold all of them."""
+
+    layers: LayerRange
+    holders: tuple[Worker, ...]
+
+
+def parts_of(problem: LayoutProblem) -> Iterator[Part]:
+    """The parts, in order of layers. Raises LookupError where no live worker holds a layer."""
+    cuts = {end for path in problem.paths for layers, _ in path for end in layers}
+    cuts |= {end for held in problem.holds.values() for layers in held for end in layers}
+    edges = sorted(cuts)
+    for first, end in itertools.pairwise(edges):
+        holders = tuple(worker for worker in problem.live
+                        if any(low <= first and end <= high for low, high in problem.holds[worker]))
+        if not holders:
+            raise LookupError(f"no live worker holds layer {first}")
+        yield Part((first, end), holders)

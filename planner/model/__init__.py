@@ -2,13 +2,11 @@
 
     ticks          from the user's units to whole numbers
     problem        what is fixed: grid, live workers, durations, memory
-    holdings       who holds which layers, and what follows from it
-    from_job       a job with its failures: what layouts are made for, and the problem of one; in place, or moved
+    from_job       who holds which layers; what layouts are made for, and the problem of one; in place, or moved
     solution       what is decided: the host of every unit, the start of every op
     bounds         proven lower bounds on the period
     shared_bounds  the same where live holders share all micro-batches
     layout_bound   the same for one layout
-    whole_lines    and for workers that run the same whole micro-batches
     unions         what is joined by pairs
     decompose      divides a problem into pieces that can be solved apart
     arrays         a problem with an assignment as arrays of integers

@@ -9,7 +9,7 @@ depends on the order alone, and start times may be chosen freely once an order i
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,62 +19,10 @@ from slipstream.planner.model.solution import Solution
 from slipstream.schedules.precedence import RULES, OpKey
 from slipstream.schedules.schedule import OpKind, Worker
 
+if TYPE_CHECKING:
+    from slipstream.planner.kernel import Arcs, Ops, Reductions
+
 Ints = NDArray[np.int64]
-
-
-class Arcs(NamedTuple):
-    """Precedence arcs, compressed: those of op i have the numbers start[i] to start[i + 1]."""
-
-    start: Ints
-    """[ops + 1]"""
-    op: Ints
-    """[arc] the op at the other end"""
-    tensor: Ints
-    """[arc] 1 where the later op takes a tensor from the earlier one: between two workers it needs `transfer` ticks"""
-    hop: Ints
-    """[arc] ticks that the tensor needs under the present assignment: 0 within a worker"""
-
-
-class Ops(NamedTuple):
-    """The ops of a problem under an assignment. A worker is named by its row: its number among the live workers."""
-
-    kinds: int
-    """Ops of a unit: op = unit * kinds + kind."""
-    depth: int
-    """One more than any position."""
-    mixed: bool
-    """Whether workers run several slices."""
-    transfer: int
-    """Ticks of a tensor between two workers."""
-    unit: Ints
-    """[op]"""
-    slice: Ints
-    """[unit]"""
-    position: Ints
-    """[unit] of its slice in its route; with a layout, its first layer"""
-    back: Ints
-    """[unit] the same, counted from the end"""
-    worker: Ints
-    """[unit] row of the worker that runs it"""
-    duration: Ints
-    """[op] ticks on that worker"""
-    predecessors: Arcs
-    """What each op waits for; ops of one worker in turn are no arcs."""
-    successors: Arcs
-    """What waits for each op."""
-
-
-class Reductions(NamedTuple):
-    """Layers whose gradients are reduced together, where groups share some; else none. -1 behind the last."""
-
-    sharers: Ints
-    """[reduction, number] the groups that hold these layers"""
-    ticks: Ints
-    """[reduction] how long it takes"""
-    awaiting: Ints
-    """[slice, number] the reductions of its layers: they await its W"""
-    between: Ints
-    """[group, number] those that its workers take part in; none runs an op meanwhile"""
 
 
 class ProblemArrays:
@@ -114,7 +62,9 @@ class ProblemArrays:
         row_of = {worker: row for row, worker in enumerate(self.workers)}
         return ints([row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
 
-    def _ops(self) -> Ops:
+    def _ops(self) -> "Ops":
+        from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
+
         problem, kinds = self.problem, len(self.problem.kinds)
         number = ints([unit.slice for unit in self.units])
         row_of = {worker: row for row, worker in enumerate(self.workers)}
@@ -162,8 +112,10 @@ class ProblemArrays:
         return Solution(hosts=self.hosts, starts=starts)
 
 
-def reductions_of(problem: Problem) -> Reductions:
+def reductions_of(problem: Problem) -> "Reductions":
     """Of a problem in which groups share some; of others none, as they are part of `Problem.tail`."""
+    from slipstream.planner.kernel import Reductions
+
     given = problem.reductions if problem.linking else ()
     of_group: list[list[int]] = [[] for _ in problem.linked]
     for number, (_, groups) in enumerate(given):
@@ -200,7 +152,7 @@ def _places(problem: Problem) -> tuple[Ints, Ints]:
     return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 
 
-def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> tuple[Arcs, Arcs]:
+def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tuple[Arcs, Arcs]":
     """`RULES` for every unit: what each op waits for, and what waits for it."""
     kinds = problem.kinds
     units = np.arange(len(position), dtype=np.int64)
@@ -220,14 +172,16 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> tuple
     return _compressed(count, later, earlier, tensor, hop), _compressed(count, earlier, later, tensor, hop)
 
 
-def _rehopped(arcs: Arcs, worker: Ints, ops: Ops) -> Arcs:
+def _rehopped(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
     """The arcs with the hops of another assignment."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(hop=arcs.tensor * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]) * ops.transfer)
 
 
-def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> Arcs:
+def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> "Arcs":
     """Arcs by the op at their one end, those of an op in the order of the rules."""
+    from slipstream.planner.kernel import Arcs
+
     order = np.argsort(own, kind="stable")
     start = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(own, minlength=count), out=start[1:])

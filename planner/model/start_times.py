@@ -1,10 +1,10 @@
 """From an order of ops to start times, and from start times to the period."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
@@ -16,7 +16,7 @@ NEVER = -2**60
 def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     """[op] start ticks: every op as early as the order allows."""
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    _kernel().earliest(arrays.ops, order, start, free)
+    loops().earliest(arrays.ops, order, start, free)
     return start
 
 
@@ -32,13 +32,7 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
     if arrays.problem.interleaved:
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
-    _kernel().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
-
-
-def _kernel() -> Any:
-    from slipstream.planner.search.kernel import start_times  # numba takes a third of a second to load
-
-    return start_times
+    loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
 def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:
@@ -105,7 +99,7 @@ def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, In
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
-    _kernel().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
+    loops().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
     return begin, done
 
 
@@ -114,7 +108,7 @@ def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
     late = np.array(ends, dtype=np.int64)
     if not arrays.problem.interleaved:
         sharers, ticks, *_ = arrays.reductions
-        _kernel().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
+        loops().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
     return late
 
 
@@ -143,12 +137,12 @@ def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
     """
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.longest_step
-    _kernel().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
+    loops().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
     last = max((done[arrays.group] + arrays.tail).max(), ends.max() + step)
     allowed = np.full_like(ends, last)
     allowed[arrays.group] = last - arrays.tail
     late = allowed.copy()
-    _kernel().put_off(sharers, ticks, turn, late)
+    loops().put_off(sharers, ticks, turn, late)
     late = np.minimum(late, last - step)
     if (reduced(arrays, late)[1] > allowed).any():
         late = ends
@@ -161,7 +155,7 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     Staggered: first as early as possible, then as late as the groups' ends allow, which shortens their windows.
     """
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
-    _kernel().earliest(arrays.ops, order, start, free)
+    loops().earliest(arrays.ops, order, start, free)
     ends = _ends(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period(arrays, np.zeros_like(free), ends), start

@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream.planner.model.bounds import whole_fill
 from slipstream.planner.model.problem import Problem
+from slipstream.planner.params import ListParams
 from slipstream.planner.search.assignment import ASSIGNMENT_RULES
 from slipstream.planner.search.list_scheduler import (
     DispatchRule,
@@ -48,16 +49,6 @@ PATIENT: tuple[tuple[ForwardOrder, float, float, float, float, float], ...] = (
 """Of layouts: `forward_order`, `lookahead`, `fill_wait` as a share of an F, `forward_lookahead`, `advance` and
 `gradient_advance` of the best rules of a grid on instances of benchmarks.layers, those that were best most often first.
 """
-CHANGES = {"in_flight": 28, "fill_wait": 15, "lookahead": 14, "forward_lookahead": 7, "places": 6, "gradient_places": 6,
-           "ignore_transfers": 6, "load_share": 4, "make_room": 3, "rerouted": 2}
-CHANGES_FAULT_FREE = {name: weight for name, weight in CHANGES.items() if name not in ("load_share", "rerouted")}
-CHANGES_OF_ROUTES = {
-    "fill_wait": 25, "places": 12, "gradient_places": 12, "gradient_advance": 12, "lookahead": 12,
-    "forward_lookahead": 9, "advance": 6, "in_flight": 6, "ignore_transfers": 2, "make_room": 1}
-"""What random steps change, and how often. With routes by how often each made a plan shorter on benchmarks.layers;
-without, half by that, half mostly limits in flight: the mean of both did best on the grids of benchmarks.quality."""
-TWICE = 0.3
-"""Share of the steps that change two things."""
 LOAD_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0)
 PLACES = (-4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0)
 EIGHTHS, ADVANCES = 8, (-32, 48)
@@ -101,15 +92,18 @@ def grid(problem: Problem) -> Iterator[DispatchRule]:
                            make_room=room, in_flight=in_flight(problem, slope, extra))
 
 
-def changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
+def changed(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
     """A neighbour of a rule: one thing is changed, or two."""
-    rule = _changed_once(problem, rule, random)
-    return _changed_once(problem, rule, random) if random.random() < TWICE else rule
+    rule = _changed_once(problem, rule, random, params)
+    return _changed_once(problem, rule, random, params) if random.random() < params.changes_twice else rule
 
 
-def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
-    which = CHANGES_OF_ROUTES if problem.routes is not None else CHANGES if problem.failed else CHANGES_FAULT_FREE
-    name = random.choices(list(which), list(which.values()))[0]
+def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+    which = params.changes if problem.routes is None else params.changes_of_layouts
+    if not problem.failed and problem.routes is None:
+        which = tuple(one for one in which if one[0] not in ("load_share", "rerouted")) or which
+    names, weights = zip(*which, strict=True)
+    name = random.choices(names, weights)[0]
     return msgspec.structs.replace(rule, **{name: _drawn(problem, rule, name, random)})
 
 

@@ -17,21 +17,17 @@ import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
+from slipstream.planner.loops import plain
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.anneal import anneal
-from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.compiled import ready
-from slipstream.planner.search.evidence import evidence
-from slipstream.planner.search.incumbent import Incumbent
-from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.planner.search.improve import anneal, improve
+from slipstream.planner.search.incumbent import Incumbent, Proposals, evidence
+from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
-from slipstream.planner.search.proposals import Proposals
-from slipstream.planner.search.prove import provable, prove
 from slipstream.schedules.scope import Scope
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
@@ -67,7 +63,6 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
 
     Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
     """
-    ready(budget.progress.line)
     proposals = given if isinstance(given, Proposals) else Proposals(given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"
@@ -80,14 +75,6 @@ def _baseline(problem: Problem, method: Method) -> Solved:
     pieces = decompose(problem) if divide else (undivided(problem),)
     return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
                   ran=method)
-
-
-def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
-    if not provable(known, params.cp_sat):
-        return anneal(known, budget, params.annealing)
-    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
-    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
 
 
 class _Engine:
@@ -114,7 +101,7 @@ class _Engine:
             self._add_layouts(lists)
         if not self._found:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
-        if not self._greedy:
+        if not self._greedy and not plain():
             self._restart(budget)
             self._anneal(budget)
         best = self._best

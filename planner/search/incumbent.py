@@ -1,26 +1,32 @@
-"""The best that a search has found so far, passed from step to step."""
+"""Candidates: where they come from, the best solution of each so far, and what is known of the gap that is left."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from slipstream.planner.bound import Bound
+from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model import assemble
-from slipstream.planner.model.decompose import Piece
+from slipstream.planner.model.bounds import strongest_bound
+from slipstream.planner.model.decompose import Piece, decompose
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.schedules.scope import Scope
 
 
-class AnnealingEffort(msgspec.Struct, frozen=True):
-    """How hard annealing has looked for a better plan of the piece that is critical."""
+class Annealed(msgspec.Struct, frozen=True):
+    """What annealing came to."""
 
+    solutions: Sequence[Solution]
+    """On one clock."""
+    deadlines: Sequence[int]
+    """On the same clock, when all pieces must have done their compute ops, by column."""
     steps: int
-    """Orders tried."""
+    """Orders tried for the piece that is critical in the end."""
     stale: float
-    """Share of them since the last better plan."""
+    """Share of them since its last better plan."""
     cycles: int
-    """Cooling cycles."""
+    """Cooling cycles it went through."""
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -41,7 +47,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of the whole, its pieces on one clock: may be longer than theirs."""
     deadlines: Sequence[int] | None = None
     """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
-    annealing: AnnealingEffort | None = None
+    annealed: Annealed | None = None
+    """The last that annealing came to."""
     moved: int = 0
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
     least: Bound = Bound(0, Scope.ORDER)
@@ -103,3 +110,78 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         solutions[index], periods[index] = solution, period
         found = self.with_solutions(solutions, periods)
         return found if found.period <= self.period else self
+
+
+FEW = 2
+"""Micro-batches for each stage below which one more of them on a worker delays all of its pipeline's others."""
+
+
+def divided(problem: Problem, bound: Bound, *, shedding: bool = True, moved: int = 0) -> Incumbent:
+    """The pieces, with a bound that is known. `moved`: see `Incumbent`.
+
+    Where live workers have equal time, each keeps its own micro-batches: a choice of hosts for all of them widens the
+    search more than it gains (measured: with it, plans of benchmarks.quality with capacity S were up to 4 % longer).
+    With `shedding` and few micro-batches, live workers of stages that have lost one may hand on theirs.
+    """
+    few = max(problem.grid.microbatches) < FEW * problem.grid.depth
+    searched = problem if problem.unequal_time or problem.routes is not None else \
+        msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
+    return Incumbent(problem=problem, pieces=decompose(searched), bound=bound, moved=moved)
+
+
+# --- Where the period is above the bound: whether more time is likely to help -----------------------------------------
+
+
+STALE = 0.5
+"""Share of annealing without a better plan from which on more of it hardly helps."""
+FEWEST_CYCLES = 3
+"""Cooling cycles without which the plan is the likely cause of a gap."""
+
+
+def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
+    """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
+    """
+    bound = f"the bound counts {known.bound.counts}"
+    if known.annealed is None or not known.annealed.steps:
+        return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
+    steps, stale = known.annealed.steps, known.annealed.stale
+    tried = f"{steps:,} orders were tried"
+    if stale > STALE and known.annealed.cycles >= FEWEST_CYCLES:
+        return f"no improvement for the last {clock.described(stale * seconds)} ({tried}): this is probably close to " \
+               f"the best, and the bound a little low; {bound}"
+    return f"still improving when the time was up ({tried}): try 5 times the limit; {bound}"
+
+
+# --- What a search may choose from ------------------------------------------------------------------------------------
+
+
+Layouts = Callable[..., Iterator[Incumbent]]
+"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with a budget,
+`seconds` for the exact assignment of layers, and `largest_fine`: see `planner.layout.candidates`. Raises LookupError
+where there is none."""
+
+
+class Proposals:
+    """Of one question. Alone, a problem is its only candidate."""
+
+    def __init__(self, first: Problem | None, *, bound: Bound | None = None, layouts: Layouts | None = None,
+                 units: int = 0, moving: bool = False) -> None:
+        """`first`: with layers in place; None where that has no plan. `bound`: in its ticks, where it must hold for the
+        `layouts`, too. `units`: micro-batches at stages. `moving`: whether layers may move."""
+        self.first, self.units, self.moving = first, units, moving
+        self._bound, self._layouts = bound, layouts
+
+    @property
+    def several(self) -> bool:
+        """Whether layouts are proposed."""
+        return self._layouts is not None
+
+    def start(self, *, shedding: bool) -> Incumbent | None:
+        """The problem with layers in place, its pieces and the bound, without solutions."""
+        if self.first is None:
+            return None
+        return divided(self.first, self._bound or strongest_bound(self.first), shedding=shedding)
+
+    def layouts(self, budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
+        """The others."""
+        return self._layouts(budget, seconds=seconds, largest_fine=largest_fine) if self._layouts else iter(())

@@ -2,20 +2,21 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.planner.layout.types import UNLIMITED
+from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import timed
-from slipstream.planner.search.set_aside import set_aside
+from slipstream.planner.search.assignment import assign
 from slipstream.schedules.schedule import OpKind
 
 ForwardOrder = Literal["deepest", "oldest"]
@@ -103,26 +104,24 @@ class ListScheduler:
     """Makes list schedules of a problem with an assignment."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
-        from slipstream.planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
-
         self.arrays = arrays
-        problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays)
+        problem, ops, reserved = arrays.problem, arrays.ops, reserved_memory(arrays)
         stash = [problem.stash(number) for number in range(len(problem.layers_of))]
         capacity = [problem.room(worker) for worker in arrays.workers]
-        self._kernel: Any = kernel
+        self._kernel = kernel = loops()
         self._memory = kernel.MemoryLimits(capacity=ints(capacity),
-                                     room=ints(list(zip(aside.at_start, stash, aside.needed, strict=True))))
+                                     room=ints(list(zip(reserved.at_start, stash, reserved.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
-        self._first = [first[chain == number] for number in range(problem.grid.chains)] if aside.chains_in_turn else \
-            [first]
+        chains = range(problem.grid.chains)
+        self._first = [first[chain == number] for number in chains] if reserved.chains_in_turn else [first]
         self._forward = ints([problem.usual(OpKind.F, number) for number in range(len(problem.layers_of))])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
         self._ranks: dict[tuple[Rerouted, float, tuple[Places, ...]], Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
     def order(self, rule: DispatchRule) -> Ints:
-        """All ops in the order in which they start under a rule. Raises StuckError; see `set_aside`."""
+        """All ops in the order in which they start under a rule. Raises StuckError; see `reserved_memory`."""
         dispatch = self._kernel.Dispatch(
             rank=self._rank(rule.rerouted, rule.advance, rule.places),
             gradient_rank=self._rank(rule.rerouted, rule.gradient_advance, rule.gradient_places),
@@ -222,3 +221,111 @@ def _longer(arrays: ProblemArrays) -> Floats:
     busiest = np.bincount(ops.worker[ops.unit], weights=ops.duration).max()
     longer: Floats = (ways - ways.min()) * max(arrays.problem.grid.microbatches) / busiest
     return np.repeat(longer, np.diff([*begins, len(both)]))
+
+
+# --- Memory that is reserved ------------------------------------------------------------------------------------------
+
+
+class ReservedMemory(NamedTuple):
+    """Room by slice.
+
+    Why nothing gets stuck: of all micro-batches that wait for room, take one whose next op is at the deepest position p
+    of its chain, an I before an F. Whatever else its worker holds was begun at positions up to p (before p, if the op
+    is an F), and the last of these was begun only while the room that is needed at p was left. So the op fits.
+    """
+
+    at_start: tuple[int, ...]
+    """Room taken when an F starts. Where the stash is more, the I waits until the worker has run enough of its W."""
+    needed: tuple[int, ...]
+    """Room that must be free when an F starts: for itself, and to go on at the deeper stages of its worker."""
+    chains_in_turn: bool
+    """Whether the micro-batches of one chain must all be done before those of the next begin."""
+
+
+def reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
+    """What keeps a list schedule from getting stuck; where layers are not held by column, what mostly does."""
+    return _by_column(arrays.problem) if arrays.problem.routes is None else _by_worker(arrays)
+
+
+def _by_worker(arrays: ProblemArrays) -> ReservedMemory:
+    """Room for the largest of the deeper slices that a worker runs, too, under this assignment.
+
+    So all of them can drain, by the argument above, if no worker's room is too small for that. Else each F waits for
+    its own room only.
+    """
+    problem = arrays.problem
+    count = len(problem.layers_of)
+    most = tuple(map(problem.hold, range(count)))
+    run: list[set[int]] = [set() for _ in arrays.workers]
+    for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
+        run[row].add(number)
+    needed = list(most)
+    ample = True
+    for worker, numbers in zip(arrays.workers, run, strict=True):
+        for number in numbers:
+            first = problem.layers_of[number][0]
+            deeper = max((most[other] for other in numbers if problem.layers_of[other][0] > first), default=0)
+            needed[number] = max(needed[number], most[number] + deeper)
+        ample = ample and all(needed[number] <= problem.room(worker) for number in numbers)
+    if ample:
+        return ReservedMemory(most, tuple(needed), chains_in_turn=False)
+    return ReservedMemory(tuple(map(problem.activation, range(count))), most, chains_in_turn=False)
+
+
+def _by_column(problem: Problem) -> ReservedMemory:
+    """Where memory allows, room for the stash of every micro-batch in flight and for one more at each deeper stage.
+
+    Then no I ever waits for room. Else the least with which a plan exists (`Problem.least_room`). With that little,
+    micro-batches that go opposite ways would block each other, so that chains take turns.
+    """
+    grid, stages = problem.grid, range(len(problem.grid.stages))
+    most = tuple(map(problem.hold, stages))
+    ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of(problem.column_of[stage])
+                                    if grid.original(other) > grid.original(stage)) for stage in stages)
+    memory = problem.memory
+    if memory is None or (all(ample[stage] <= memory.capacity[problem.column_of[stage]] for stage in stages)
+                          and not _starves(problem)):
+        return ReservedMemory(most, ample, chains_in_turn=False)
+    return ReservedMemory(tuple(map(problem.activation, stages)), tuple(map(problem.least_room, stages)),
+                    chains_in_turn=True)
+
+
+def _starves(problem: Problem) -> bool:
+    """Whether room for the stash of all in flight, where it is more than the activation, keeps too many from starting.
+
+    So it is where activations are computed again: hardly anything is held until I, and then as much as ever.
+    """
+    grid, memory = problem.grid, problem.memory
+    return grid.chains == 1 and memory is not None and any(
+        problem.stash(stage) > problem.activation(stage)
+        and memory.capacity[problem.column_of[stage]] < (grid.depth - stage) * problem.stash(stage)
+        for stage in range(grid.depth))
+
+
+# --- What others run: orders to compare with, by the same list scheduler under their rules ----------------------------
+
+
+def one_f_one_b(problem: Problem) -> Solution:
+    """1F1B (PipeDream-flush, Narayanan et al. 2021); micro-batches of workers that are down go to peers round-robin.
+
+    Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
+    """
+    return _list(problem, DispatchRule(forward_order="oldest", eager_weights=True, in_flight=in_flight(problem)))
+
+
+def recycle(problem: Problem) -> Solution:
+    """ReCycle's rule (SOSP 2024): round-robin assignment, every worker's own micro-batches in 1F1B order.
+
+    Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A peer may have as many more
+    micro-batches in flight as it runs more of them.
+    """
+    return _list(problem, DispatchRule(forward_order="oldest", rerouted="last", in_flight=in_flight(problem)))
+
+
+BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": one_f_one_b, "recycle": recycle}
+
+
+def _list(problem: Problem, rule: DispatchRule) -> Solution:
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
+    scheduler.period(rule)
+    return scheduler.solution()

@@ -23,10 +23,9 @@ from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
 from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.baselines import BASELINES
 from slipstream.planner.search.composition import Composition
 from slipstream.planner.search.dispatch_rules import changed, grid, shortlist
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
+from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, StuckError
 
 RULES, STEPS, ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
@@ -206,7 +205,7 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
         if exchanging and random.random() < params.assignment_steps:
             best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random), STEPS)
+            best.offer(at.scheduler, changed(best.problem, at.rule, random, params), STEPS)
         stale = 0 if best.at.period != at.period else stale + 1
         if stale == params.stale_steps:
             stale_starts = 0 if best.period != before else stale_starts + 1

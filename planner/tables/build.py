@@ -14,14 +14,15 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.planner.budget import CountCallback
+from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import Windows, candidates, normal_form, slow_while_alive, windows_of
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
-from slipstream.planner.progress import CountCallback
-from slipstream.planner.search.compiled import ready
 from slipstream.planner.tables.folder import Part, TableFolder, make_part, no_plan
 from slipstream.planner.tables.monotone import improved
 from slipstream.planner.tables.process_pool import run_all
@@ -126,7 +127,8 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
     problem = options.problem(job)
     return Basis(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                  memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer, method=options.method,
-                 time_limit=float(options.time_limit), seed=options.seed, steps=options.steps)
+                 time_limit=float(options.time_limit), seed=options.seed, steps=options.steps,
+                 params={} if options.params == DEFAULTS else msgspec.json.decode(msgspec.json.encode(options.params)))
 
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,

@@ -10,7 +10,7 @@
 import hashlib
 import zlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -61,6 +61,8 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: int
     steps: int | None = None
     """Counted steps for each entry in place of seconds."""
+    params: dict[str, Any] = {}
+    """What steered the search; empty for the usual values."""
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

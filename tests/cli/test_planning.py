@@ -4,10 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.planner import compiled
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import read_job
 from slipstream.planner.plan import plan_job
-from slipstream.planner.search import compiled
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
 
@@ -29,9 +29,9 @@ def job(tmp_path, monkeypatch):
 @pytest.fixture
 def not_compiled(tmp_path, monkeypatch):
     """As on a new installation; what is compiled in truth is used."""
-    monkeypatch.setattr(compiled, "_marker", lambda _: tmp_path / "compiled-marker")
-    monkeypatch.setattr(compiled, "_remove_code", lambda _: None)
-    monkeypatch.setattr(compiled, "_use_once", lambda: None)
+    made = []
+    monkeypatch.setattr(compiled, "is_compiled", lambda: bool(made))
+    monkeypatch.setattr(compiled, "load", lambda: made.append(True))
 
 
 @pytest.mark.parametrize("arguments", [

@@ -85,6 +85,16 @@ def test_the_folder_of_another_table_exits_2(job, tmp_path):
     assert "of another job or other options: its times differ; remove it, or choose another folder" in result.stderr
 
 
+def test_other_parameters_of_the_search_make_another_table(job, tmp_path):
+    out, params = tmp_path / "table", tmp_path / "params.toml"
+    params.write_text("[lists]\nmost_steps = 9\n")
+    arguments = ("table", job, "--max-failures", "0", "--method", "greedy", "--out", out, "--params", params)
+    assert slipstream(*arguments).exit_code == 0 and Table.load(out).index.basis.params["lists"]["most_steps"] == 9
+    assert "0 planned now" in slipstream(*arguments).stdout
+    refused = slipstream(*arguments[:-2])
+    assert refused.exit_code == 2 and "its params differ; remove it, or choose another folder" in refused.stderr
+
+
 def test_a_folder_that_cannot_be_written_exits_2(job):
     result = slipstream("table", job, "--max-failures", "0", "--out", "/dev/null/table")
     assert result.exit_code == 2 and "/dev/null/table" in result.stderr and "cannot be written" in result.stderr

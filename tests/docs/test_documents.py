@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app, load
 from slipstream.cli.shared import planning
 from slipstream.planner import PlanOptions, normalised, parse_job, plan_job
+from slipstream.planner.budget import ProgressCallback
 from slipstream.planner.job.presets import preset
-from slipstream.planner.progress import ProgressCallback
 from slipstream.schedules.schedule import Worker
 from tests.patience import SECONDS
 from tests.runtime.launchers import Launcher

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from slipstream.planner.interrupt import interruptible
+from slipstream.planner.budget import interruptible
 
 
 def test_the_first_is_noted_and_the_second_raised():

@@ -1,7 +1,7 @@
 """Imported once by the fork server of all launchers: what each of them would load to plan and to prepare a run."""
 
 from slipstream.cli import train
-from slipstream.planner.search.compiled import ready
+from slipstream.planner.compiled import ready
 from slipstream.runtime.launch import RunOptions
 from slipstream.runtime.run_fit import prepare
 from tests.jobs import grid

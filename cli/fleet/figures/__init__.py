@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from slipstream.cli.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
 from slipstream.cli.fleet.figures.figure import Figure
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 
 __all__ = ["FIGURES", "Figure"]
 

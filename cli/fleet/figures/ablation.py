@@ -5,7 +5,7 @@ from slipstream.cli.fleet.figures.failures import assumptions
 from slipstream.cli.fleet.figures.figure import Cell, Figure, band
 from slipstream.cli.fleet.loads import spread_over_stages
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode
 
 FAILURES = (1, 2, 4, 5, 8)

@@ -8,7 +8,7 @@ from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Policy, Scenario
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (

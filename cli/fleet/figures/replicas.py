@@ -12,7 +12,7 @@ from slipstream.cli.fleet.figures.scaling import job
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 
 PIPELINES = (2, 3, 4, 6, 8, 12, 16)
 FAILURES = (1, 2, 4)

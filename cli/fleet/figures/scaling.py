@@ -3,8 +3,8 @@
 from slipstream.cli.fleet.figures import published
 from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
 from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageTimes
-from slipstream.planner.progress import CountCallback
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)

@@ -9,7 +9,7 @@ from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.simulation import throughputs_over_traces
 from slipstream.cli.fleet.throughput import Throughputs
-from slipstream.planner.progress import CountCallback
+from slipstream.planner.budget import CountCallback
 
 SEEDS = 5
 """Draws of which workers leave; averaged."""

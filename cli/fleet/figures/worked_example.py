@@ -1,10 +1,10 @@
 """The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas added one by one."""
 
 from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageMemory, StageTimes
 from slipstream.planner.options import Method
 from slipstream.planner.plan import Plan, plan_job
-from slipstream.planner.progress import CountCallback
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)

@@ -4,14 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.planner.model import arrays as model
-from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.search.kernel.annealing.arrays import (
+from slipstream.planner.kernel import (
     BETTER,
     BUCKETS,
     LONGEST_JUMP,
     SHIFT,
+    Arcs,
     Chain,
     Instance,
     Log,
@@ -22,6 +20,8 @@ from slipstream.planner.search.kernel.annealing.arrays import (
     Timing,
     TransferArcs,
 )
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
+from slipstream.planner.model.problem import Problem
 
 SPARE_UNITS = 8
 """Units that a worker may run beyond those of the busiest one at the start."""
@@ -74,7 +74,7 @@ def _instance(arrays: ProblemArrays) -> Instance:
         hosts=_hosts(arrays), cost=_costs(arrays))
 
 
-def _arcs(arcs: model.Arcs, transfer: int) -> TransferArcs:
+def _arcs(arcs: Arcs, transfer: int) -> TransferArcs:
     """Without the hops of the first assignment, since annealing changes it."""
     return TransferArcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from slipstream.planner.budget import Budget, Tally
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.annealing.chain import AnnealingChain
+from slipstream.planner.search.incumbent import Annealed
 
 CHAINS = 2
 """Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
@@ -21,21 +20,6 @@ Always as many, so that the plan does not depend on the machine.
 TELL_SECONDS, TELL_SHARE = 0.5, 0.1
 """Between two better plans that are told of, and the share of the time that it may take: to join their pieces takes as
 long as some rounds."""
-
-
-class Annealed(msgspec.Struct, frozen=True):
-    """What annealing came to."""
-
-    solutions: Sequence[Solution]
-    """On one clock."""
-    deadlines: Sequence[int]
-    """On the same clock, when all pieces must have done their compute ops, by column."""
-    steps: int
-    """Orders tried for the piece that is critical in the end."""
-    stale: float
-    """Share of them since its last better plan."""
-    cycles: int
-    """Cooling cycles it went through."""
 
 
 def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,

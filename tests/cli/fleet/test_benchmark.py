@@ -115,6 +115,17 @@ def test_the_command_writes_a_page_and_json(small, tmp_path, monkeypatch):
         assert text in result.stdout
 
 
+@pytest.mark.parametrize(("name", "case", "says"), [
+    ("slipstream", "spot-24", "--entry slipstream: another system has this name; expected one of its own"),
+    ("mine", "spot-25", "--entry mine: cases.spot-25: expected one of spot-24, ")])
+def test_entries_have_names_of_their_own_and_cases_of_the_set(name, case, says, tmp_path):
+    table = {"format": "slipstream-entry-1", "name": name, "title": "T", "source": "S",
+             "cases": {case: [{"down": 0, "samples_per_second": 1.0}]}}
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    result = run("--entry", tmp_path / "a.json", "--out", tmp_path)
+    assert result.exit_code == 2 and says in result.stderr
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--case", "spot"], "--case spot: expected one of spot-24, "),
     (["--policy", "x"], "--policy x: expected one of slipstream, "),

@@ -43,6 +43,8 @@ def test_after_waiting_it_goes_back_to_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(("rows", "more", "message"), [
     ([{"down": 1}], {}, "samples_per_second"), (ROWS, {"format": "x"}, "slipstream-entry-1"),
     ([{"down": -1, "samples_per_second": 1}], {}, r"cases.small\[0\]: expected nothing below 0"),
+    ([], {}, "cases.small: no rows; expected one at least"),
+    ([{"down": 1, "samples_per_second": 1}] * 2, {}, r"cases.small\[1\]: a second row for `down` 1; expected one"),
     (ROWS, {"surprise": 1}, "surprise")])
 def test_a_table_that_makes_no_sense_is_refused(tmp_path, rows, more, message):
     with pytest.raises(EntryError, match=message) as told:
@@ -57,12 +59,14 @@ def test_a_table_of_other_stages_is_refused(tmp_path):
 
 def test_the_documented_policy(monkeypatch):
     points = [EntryPoint("whole-pipelines", "examples.fleet_policy:WholePipelines", entry.GROUP),
-              EntryPoint("nonsense", "json:dumps", entry.GROUP)]
+              EntryPoint("nonsense", "json:dumps", entry.GROUP), EntryPoint("gone", "no_such_module:A", entry.GROUP)]
     monkeypatch.setattr(entry, "entry_points",
                         lambda group, name: [one for one in points if (one.group, one.name) == (group, name)])
     assert installed_policy("whole-pipelines") is WholePipelines and installed_policy("other") is None
     with pytest.raises(EntryError, match="is no policy"):
         installed_policy("nonsense")
+    with pytest.raises(EntryError, match="gone: no_such_module:A cannot be imported: ModuleNotFoundError"):
+        installed_policy("gone")
     policy = WholePipelines(scenario())
     result = simulate(policy, trace(lose(100.0, 0)))
     whole, two = (policy.throughputs.one_f_one_b(count) for count in (3, 2))

@@ -12,10 +12,9 @@ from slipstream.planner.model.drain import Room, most_left
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.baselines import BASELINES
-from slipstream.planner.search.cpsat.model import improve
+from slipstream.planner.search.cpsat import improve
 from slipstream.planner.search.engine import solve
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 

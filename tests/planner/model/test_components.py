@@ -4,12 +4,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.layout.types import Layout, MicroBatch, Stop
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
 from slipstream.planner.model.from_job import problem_of_layout
-from slipstream.planner.search.bound import divided
+from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
@@ -83,7 +84,7 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
 
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
-    known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(12_000))
+    known = list_schedules(divided(problem, Bound(1, problem.scope)), Budget.of_steps(12_000))
     schedule = build_schedule(problem, list(zip(known.pieces, known.solutions, strict=True)),
                               method="greedy", deadlines=known.deadlines)
     assert schedule.period_ticks == known.period

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.layout.types import Layout, MicroBatch, Stop
@@ -11,8 +12,8 @@ from slipstream.planner.model.bounds import whole_fill
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
-from slipstream.planner.search.bound import divided
 from slipstream.planner.search.engine import solve
+from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.schedule import Worker
@@ -39,7 +40,7 @@ def test_no_list_schedule_of_a_layout_undercuts_its_bound(seed):
     failed = chosen.sample([Worker(*divmod(number, stages)) for number in range(pipelines * stages)], 1)
     for problem in problems(job, failed):
         try:
-            known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(20_000))
+            known = list_schedules(divided(problem, Bound(1, problem.scope)), Budget.of_steps(20_000))
         except StuckError:  # too little memory for that layout
             continue
         bound = LayoutBound([piece.problem for piece in known.pieces])
@@ -92,7 +93,7 @@ def test_memory_makes_workers_wait():
 def test_a_plan_of_the_layout_can_be_as_short():
     problem = problems(layered(2, 2, 6), [])[0]
     solved = solve(problem, "cp-sat", Budget.of_steps(400_000))
-    known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(400_000))
+    known = list_schedules(divided(problem, Bound(1, problem.scope)), Budget.of_steps(400_000))
     bound = LayoutBound([piece.problem for piece, _ in solved.pieces]).period(1, known.period)
     assert bound == pytest.approx(known.period, rel=0.05)
-    assert known.bound == 1
+    assert known.bound.ticks == 1

@@ -6,27 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import STEP_SECONDS, Budget
+from slipstream.planner.compiled import ready
+from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_deadlines, set_heads
+from slipstream.planner.kernel import time as timed
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.anneal import anneal as anneal_incumbent
 from slipstream.planner.search.annealing.arrays import make_chain
-from slipstream.planner.search.annealing.chain import AnnealingChain
-from slipstream.planner.search.annealing.cooling import aim
+from slipstream.planner.search.annealing.chain import AnnealingChain, aim
 from slipstream.planner.search.annealing.pieces import anneal_pieces
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.compiled import ready
-from slipstream.planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
-from slipstream.planner.search.kernel.annealing.loop import anneal
-from slipstream.planner.search.kernel.annealing.timing import set_deadlines, set_heads
-from slipstream.planner.search.kernel.annealing.timing import time as timed
+from slipstream.planner.search.improve import anneal as anneal_incumbent
+from slipstream.planner.search.incumbent import Proposals
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
 from slipstream.planner.search.list_schedules import list_schedules
-from slipstream.planner.search.proposals import Proposals
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -180,10 +178,10 @@ def test_it_does_not_begin_what_the_time_is_too_short_for():
     problem = build_problem(grid(2, 4, 250))
     known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(0))
     enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operations for piece in known.pieces)
-    known = msgspec.structs.replace(known, bound=known.period - 1)
+    known = msgspec.structs.replace(known, bound=Bound(known.period - 1, known.bound.scope))
     assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
     annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
-    assert annealed.annealing is not None
+    assert annealed.annealed is not None
 
 
 def test_live_workers_of_stages_that_lost_one_may_hand_on_micro_batches_and_no_others():

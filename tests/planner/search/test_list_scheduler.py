@@ -2,11 +2,13 @@
 
 import itertools
 from typing import get_args
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner import loops
 from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.arrays import ProblemArrays
@@ -20,7 +22,6 @@ from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind
 from tests.jobs import failures, jobs
 from tests.planner.search.brute_force import optimal_period
-from tests.planner.search.interpreted import interpreted
 from tests.planner.search.test_optimal import SHARED, tiny
 
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
@@ -58,7 +59,7 @@ def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assi
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     rule = data.draw(rules(problem))
     compiled = listed(problem, assignment, rule)
-    with interpreted("list_scheduler", "start_times"):
+    with mock.patch.object(loops, "plain", lambda: True):
         plain = listed(problem, assignment, rule)
     assert compiled[0] == plain[0] and compiled[1].hosts == plain[1].hosts
     assert list(compiled[1].starts.items()) == list(plain[1].starts.items())
@@ -70,7 +71,7 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
     sharing = assignment == "by-speed"  # with all choices of hosts, only the smallest can be enumerated
     job, failed, backward, optimizer = data.draw(tiny(SHARED) if sharing else tiny())
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
-    with interpreted("list_scheduler", "start_times"):
+    with mock.patch.object(loops, "plain", lambda: True):
         period, solution = listed(problem, assignment, data.draw(rules(problem)))
     optimum = optimal_period(problem)
     assert check(build_schedule(problem, solution, bound=Bound(optimum, problem.scope), method="greedy")) == []

@@ -94,7 +94,7 @@ def test_walks_end_where_nothing_is_found():
 def test_random_steps_keep_to_the_micro_batches_and_slices_there_are(job, seed):
     problem, drawn, rule = build_problem(job), random.Random(seed), DispatchRule()
     for _ in range(30):
-        rule = changed(problem, rule, drawn)
+        rule = changed(problem, rule, drawn, DEFAULTS.lists)
     assert all(one.microbatch < problem.grid.microbatches[one.pipeline] and one.places
                for one in (*rule.places, *rule.gradient_places))
     assert all(share is None or len(share) == len(problem.layers_of) for share in (rule.fill_wait, rule.in_flight))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.kernel import close, put_off, reduce
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.arrays import ProblemArrays, padded
 from slipstream.planner.model.assemble import build_schedule
@@ -15,7 +16,6 @@ from slipstream.planner.model.from_job import layout_problem, problem_of_layout
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.annealing.chain import AnnealingChain
 from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.kernel.start_times import close, put_off, reduce
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker

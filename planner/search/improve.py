@@ -1,13 +1,38 @@
-"""CP-SAT improves small pieces, and proves them optimal."""
+"""Annealing of the pieces of a candidate that are critical; CP-SAT improves small ones, and proves them optimal."""
 
 import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.problem import Problem
-from slipstream.planner.params import CpSatParams
-from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, SearchParams
+from slipstream.planner.search.incumbent import Annealed, Incumbent
 from slipstream.schedules.scope import Scope
+
+
+def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
+           cycles: int | None = None) -> Incumbent:
+    """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
+    begin = params.begin_seconds * known.operations
+    if budget.end(known.period, known.bound.ticks, begin):
+        return known
+    from slipstream.planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
+
+    problems, best = [piece.problem for piece in known.pieces], known
+
+    def tell(done: Annealed) -> None:
+        nonlocal best
+        periods = list(map(solution_period, problems, done.solutions))
+        made = known.with_solutions(done.solutions, periods, done.deadlines)
+        if made.period < best.period:
+            best = made
+            period, least = (ticks * known.problem.tick_seconds for ticks in (made.period, known.bound.ticks))
+            budget.progress.found("annealing", period, least)
+
+    done = anneal_pieces(problems, known.solutions, known.bound.ticks, budget, params, cycles, tell)
+    tell(done)
+    return msgspec.structs.replace(best, annealed=done if done.steps else known.annealed)
 
 
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
@@ -25,7 +50,7 @@ def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
 
 
 def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
-    from slipstream.planner.search.cpsat.model import improve  # the solver takes a third of a second to load
+    from slipstream.planner.search import cpsat  # the solver takes a third of a second to load
 
     problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
 
@@ -33,7 +58,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
         if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
             budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound.ticks * problem.tick_seconds)
 
-    result = improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
+    result = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
     budget.tally.add("CP-SAT: from the best plan", helped=int(result.period_ticks < period))
     found = known
     if result.period_ticks < period:
@@ -57,3 +82,11 @@ def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
 def _options(problem: Problem) -> int:
     """Compute ops, counted once per possible host."""
     return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
+
+
+def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
+    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
+    if not provable(known, params.cp_sat):
+        return anneal(known, budget, params.annealing)
+    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
+    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)

@@ -1,0 +1,1767 @@
+"""The planner's inner loops, which numba compiles to machine code: start times, list schedules, annealing.
+
+They are one module because numba keeps machine code by source file, and does not notice a change in another file. For
+the same reason the types of their arguments are here. `planner.loops` says when they are compiled. Under any other name
+this module is plain Python: the same plans, a hundred times slower.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def jit(function: Function) -> Function:
+    """A function that is compiled when it is first called, for the types it is called with."""
+    return _compiled(function, {})
+
+
+def borrowing(function: Function) -> Function:
+    """The same for a function that makes no arrays and sets no slices of them, and is called by compiled ones only.
+
+    Its arrays are its caller's while it runs. Else numba counts references to every array of a tuple at every call,
+    which is a third to a half of the time of annealing.
+    """
+    return _compiled(function, BORROWED)
+
+
+def inlined(function: Function) -> Function:
+    """The same for one that does little: to pass its arguments would take longer than what it does."""
+    return _compiled(function, {"forceinline": True, **BORROWED})
+
+
+BORROWED: Mapping[str, Any] = {"_nrt": False}
+"""Without numba's runtime, which counts references. The option has no public name."""
+
+
+def _compiled(function: Function, options: Mapping[str, Any]) -> Function:
+    if __name__ != "slipstream.planner.kernel":
+        return function
+    try:
+        made = njit(cache=True, nogil=True, **options)(function)
+    except RuntimeError:  # neither the installation nor the user has a folder that can be written
+        made = njit(nogil=True, **options)(function)
+    return cast(Function, made)
+
+
+# --- The arrays of a problem ------------------------------------------------------------------------------------------
+
+
+class Arcs(NamedTuple):
+    """Precedence arcs, compressed: those of op i have the numbers start[i] to start[i + 1]."""
+
+    start: Ints
+    """[ops + 1]"""
+    op: Ints
+    """[arc] the op at the other end"""
+    tensor: Ints
+    """[arc] 1 where the later op takes a tensor from the earlier one: between two workers it needs `transfer` ticks"""
+    hop: Ints
+    """[arc] ticks that the tensor needs under the present assignment: 0 within a worker"""
+
+
+class Ops(NamedTuple):
+    """The ops of a problem under an assignment. A worker is named by its row: its number among the live workers."""
+
+    kinds: int
+    """Ops of a unit: op = unit * kinds + kind."""
+    depth: int
+    """One more than any position."""
+    mixed: bool
+    """Whether workers run several slices."""
+    transfer: int
+    """Ticks of a tensor between two workers."""
+    unit: Ints
+    """[op]"""
+    slice: Ints
+    """[unit]"""
+    position: Ints
+    """[unit] of its slice in its route; with a layout, its first layer"""
+    back: Ints
+    """[unit] the same, counted from the end"""
+    worker: Ints
+    """[unit] row of the worker that runs it"""
+    duration: Ints
+    """[op] ticks on that worker"""
+    predecessors: Arcs
+    """What each op waits for; ops of one worker in turn are no arcs."""
+    successors: Arcs
+    """What waits for each op."""
+
+
+class Reductions(NamedTuple):
+    """Layers whose gradients are reduced together, where groups share some; else none. -1 behind the last."""
+
+    sharers: Ints
+    """[reduction, number] the groups that hold these layers"""
+    ticks: Ints
+    """[reduction] how long it takes"""
+    awaiting: Ints
+    """[slice, number] the reductions of its layers: they await its W"""
+    between: Ints
+    """[group, number] those that its workers take part in; none runs an op meanwhile"""
+
+
+# --- Start times of an order, and of the reductions that follow -------------------------------------------------------
+
+
+@jit
+def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
+    """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last."""
+    worker, unit, duration = ops.worker, ops.unit, ops.duration
+    arc_start, arc_op, arc_hop = ops.predecessors.start, ops.predecessors.op, ops.predecessors.hop
+    free[:] = 0
+    for op in order:
+        row = worker[unit[op]]
+        begin = free[row]
+        for arc in range(arc_start[op], arc_start[op + 1]):
+            before = arc_op[arc]
+            begin = max(begin, start[before] + duration[before] + arc_hop[arc])
+        start[op] = begin
+        free[row] = begin + duration[op]
+
+
+@inlined
+def first_awaiting(awaiting: Ints, begin: Ints, number: int) -> int:
+    """The first reduction that waits for W of a slice: its tick."""
+    first = begin[awaiting[number, 0]]
+    for index in range(1, awaiting.shape[1]):
+        if awaiting[number, index] >= 0:
+            first = min(first, begin[awaiting[number, index]])
+    return first
+
+
+@inlined
+def clear_of(between: Ints, begin: Ints, group: int, start: int, duration: int) -> int:
+    """The latest start up to this one with which an op runs over no reduction of its worker's group."""
+    number = 0
+    while number < between.shape[1] and between[group, number] >= 0:
+        tick = begin[between[group, number]]
+        if start < tick and tick < start + duration:
+            start = tick - duration
+            number = 0
+        else:
+            number += 1
+    return start
+
+
+@jit
+def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reductions: "Reductions",
+           begin: Ints) -> None:
+    """Fill `start` [op] with the latest ticks that an order and the ends of all workers, in `free` [worker], allow.
+
+    `free` is left with the starts of the workers' first ops. `group` is that of each worker, `begin` [reduction] when
+    each begins, where they lie between compute ops; else empty.
+    """
+    interleaved = begin.shape[0] > 0
+    worker, unit, duration = ops.worker, ops.unit, ops.duration
+    arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
+    for op in order[::-1]:
+        row = worker[unit[op]]
+        end = free[row]
+        for arc in range(arc_start[op], arc_start[op + 1]):
+            end = min(end, start[arc_op[arc]] - arc_hop[arc])
+        if interleaved and (op + 1) % ops.kinds == 0:
+            end = min(end, first_awaiting(reductions.awaiting, begin, ops.slice[unit[op]]))
+        start[op] = end - duration[op]
+        if interleaved:
+            start[op] = clear_of(reductions.between, begin, group[row], start[op], duration[op])
+        free[row] = start[op]
+
+
+@jit
+def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+    """Run all reductions, each on all groups that share it at once, and one at a time on each group.
+
+    What can begin first is next; of equals, that of the later layers. `end` [group] is when its compute ops are done,
+    and becomes when its reductions are. Fills `begin` [reduction] and `turn`: the reductions in their order.
+    """
+    for number in range(turn.shape[0]):
+        turn[number] = number
+    for number in range(turn.shape[0]):
+        first = number
+        for place in range(number, turn.shape[0]):
+            reduction, other = turn[place], turn[first]
+            begin[reduction] = _all_done(sharers, end, reduction)
+            if begin[reduction] < begin[other] or (begin[reduction] == begin[other] and reduction > other):
+                first = place
+        reduction = turn[first]
+        turn[first], turn[number] = turn[number], reduction
+        _set_ends(sharers, end, reduction, begin[reduction] + ticks[reduction])
+
+
+@inlined
+def _all_done(sharers: Ints, end: Ints, reduction: int) -> int:
+    """When the last of the groups that share a reduction is done with all before it."""
+    last = end[sharers[reduction, 0]]
+    for index in range(1, sharers.shape[1]):
+        if sharers[reduction, index] >= 0:
+            last = max(last, end[sharers[reduction, index]])
+    return last
+
+
+@inlined
+def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
+    for index in range(sharers.shape[1]):
+        if sharers[reduction, index] >= 0:
+            end[sharers[reduction, index]] = tick
+
+
+@jit
+def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
+    """`end` [group], when its reductions are done, becomes the latest that its compute ops may be, in this `turn`."""
+    for number in range(turn.shape[0] - 1, -1, -1):
+        reduction = turn[number]
+        last = end[sharers[reduction, 0]]
+        for index in range(1, sharers.shape[1]):
+            if sharers[reduction, index] >= 0:
+                last = min(last, end[sharers[reduction, index]])
+        _set_ends(sharers, end, reduction, last - ticks[reduction])
+
+
+@jit
+def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+    """Put off the deadlines of compute ops, [group], as far as no reduction ends later; fill the rest as `reduce` does.
+
+    Where reductions would then come in another order, and some end later, deadlines stay as they are.
+    """
+    end[:] = deadline
+    reduce(sharers, ticks, end, begin, turn)
+    late = end.copy()
+    put_off(sharers, ticks, turn, late)
+    after = late.copy()
+    reduce(sharers, ticks, after, begin, turn)
+    for group in range(end.shape[0]):
+        if after[group] > end[group]:
+            end[:] = deadline
+            reduce(sharers, ticks, end, begin, turn)
+            return
+    deadline[:] = late
+    end[:] = after
+
+
+# --- List schedules ---------------------------------------------------------------------------------------------------
+# Simulate all workers through time; whoever falls idle takes the most urgent ready op.
+#
+# Gradients first (they free memory and others wait for them), then forwards while memory lasts, then weight gradients.
+# An op is ready when all its predecessors have ended and their tensors have come. Tests also run this module
+# as plain Python.
+#
+# Every worker has five heaps: forwards, gradients and weights that are ready, and the times when those that are known
+# to come will be. All lie in one array; a key is a rank that is different for every unit, with the unit as its
+# remainder. Arrays are passed one by one: taking one out of a named tuple costs as much as a step on a heap.
+
+FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
+"""The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
+READY, END, EVENTS = (0, 1, 3), 2, 4
+"""What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
+BUSY, AWAKE, USED, CAPACITY, FILLED, HEAP, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory,
+whether it has begun a gradient, where its heaps begin and how many keys they hold, and how many more micro-batches it
+may have in flight at each slice."""
+AT_START, STASH, NEEDED = 0, 1, 2
+
+
+class MemoryLimits(NamedTuple):
+    """Room on the workers, and what ops take of it."""
+
+    capacity: Ints
+    """[worker]"""
+    room: Ints
+    """[slice, AT_START] taken when an F starts, [slice, STASH] held instead from the end of its I to that of its W,
+    [slice, NEEDED] that must be free when an F starts (`planner.search.list_scheduler.ReservedMemory`)"""
+
+
+class Dispatch(NamedTuple):
+    """A dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
+
+    rank: Ints
+    """[unit] the lower the more urgent its F; all different among the units of a slice"""
+    gradient_rank: Ints
+    """[unit] the same of its I, B and W"""
+    slots: Ints
+    """[worker, slice] most micro-batches between F and the end of I"""
+    lookahead: float
+    forward_wait: Ints
+    """[before or after its worker's first gradient, slice] ticks within which a gradient is waited for rather than an F
+    started"""
+    deepest_first: bool
+    eager_weights: bool
+    make_room: bool
+    transfers: bool
+    """Whether tensors between two workers take time."""
+
+
+class Choices(NamedTuple):
+    """What `_pick` needs to know of the problem and the rule beside arrays."""
+
+    kinds: int
+    mixed: bool
+    """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
+    lookahead: float
+    eager_weights: bool
+    make_room: bool
+
+
+@jit
+def _push(heap: Ints, base: int, size: int, key: int) -> None:
+    """Put a key on the heap that begins at `base`."""
+    at = size
+    while at > 0:
+        above = (at - 1) // 2
+        if heap[base + above] <= key:
+            break
+        heap[base + at] = heap[base + above]
+        at = above
+    heap[base + at] = key
+
+
+@jit
+def _pop(heap: Ints, base: int, size: int) -> int:
+    """Take the least key from the heap that begins at `base`."""
+    least, key = heap[base], heap[base + size - 1]
+    last = size - 1
+    at = 0
+    while 2 * at + 1 < last:
+        below = 2 * at + 1
+        if below + 1 < last and heap[base + below + 1] < heap[base + below]:
+            below += 1
+        if heap[base + below] >= key:
+            break
+        heap[base + at] = heap[base + below]
+        at = below
+    heap[base + at] = key
+    return least
+
+
+@jit
+def _add(heap: Ints, state: Ints, worker: int, which: int, key: int) -> None:
+    _push(heap, state[worker, HEAP + which], state[worker, SIZE + which], key)
+    state[worker, SIZE + which] += 1
+
+
+@jit
+def _take(heap: Ints, state: Ints, worker: int, which: int) -> int:
+    key = _pop(heap, state[worker, HEAP + which], state[worker, SIZE + which])
+    state[worker, SIZE + which] -= 1
+    return key
+
+
+@jit
+def _first(heap: Ints, state: Ints, worker: int, which: int) -> int:
+    return heap[state[worker, HEAP + which]]
+
+
+@jit
+def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
+    """Whether something more urgent arrives within so many ticks."""
+    return ticks > 0 and state[worker, SIZE + which] > 0 and _first(heap, state, worker, which) - clock < ticks
+
+
+@jit
+def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> bool:
+    """Whether an F, an I or a B of a slice may start."""
+    free = state[worker, CAPACITY] - state[worker, USED]
+    if which == BACKWARD:
+        return room[number, STASH] - room[number, AT_START] <= free
+    return room[number, NEEDED] <= free and state[worker, SLOTS + number] > 0
+
+
+@jit
+def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
+    """The unit of the most urgent F, or I or B, that has room, taken from its heap; -1 for none."""
+    units = slice_of.shape[0]
+    if _has_room(state, room, worker, which, slice_of[_first(heap, state, worker, which) % units]):
+        return _take(heap, state, worker, which) % units
+    if not mixed:  # all are of one slice
+        return -1
+    skipped = np.zeros(state[worker, SIZE + which], np.int64)
+    count, found = 0, -1
+    while state[worker, SIZE + which] and found < 0:
+        key = _take(heap, state, worker, which)
+        if _has_room(state, room, worker, which, slice_of[key % units]):
+            found = key % units
+        else:
+            skipped[count] = key
+            count += 1
+    for index in range(count):
+        _add(heap, state, worker, which, skipped[index])
+    return found
+
+
+@jit
+def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
+          worker: int, clock: int) -> int:
+    """The most urgent op that may run, taken from its heap; -1 for none."""
+    units, kinds = slice_of.shape[0], choices.kinds
+    if state[worker, SIZE + WEIGHT]:
+        stuck = False
+        if choices.make_room and state[worker, SIZE + FORWARD]:
+            taken = state[worker, USED] + room[slice_of[_first(heap, state, worker, FORWARD) % units], AT_START]
+            stuck = taken > state[worker, CAPACITY]
+        if choices.eager_weights or stuck:
+            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+    if state[worker, SIZE + BACKWARD]:
+        unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
+        if unit >= 0:
+            state[worker, FILLED] = 1
+            return unit * kinds + BACKWARD
+        if state[worker, SIZE + WEIGHT]:
+            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+    if state[worker, SIZE + FORWARD]:
+        number = slice_of[_first(heap, state, worker, FORWARD) % units]
+        if _soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
+            return -1
+        unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
+        if unit >= 0:
+            return unit * kinds
+    if state[worker, SIZE + WEIGHT]:
+        op = _first(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+        if not _soon(heap, state, worker, ARRIVAL, clock, choices.lookahead * duration[op]):
+            _take(heap, state, worker, WEIGHT)
+            return op
+    return -1
+
+
+@jit
+def _idle_workers(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
+    """The state of all workers before the first op: empty heaps with room for all of their units, arrivals twice."""
+    state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
+    state[:, CAPACITY] = memory.capacity
+    state[:, SLOTS:] = dispatch.slots
+    load = np.zeros(memory.capacity.shape[0], np.int64)
+    for row in worker:
+        load[row] += 1
+    begin = 0
+    for row in range(load.shape[0]):
+        for which in range(HEAPS):
+            state[row, HEAP + which] = begin
+            begin += load[row] * (2 if which == ARRIVAL else 1)
+    return state
+
+
+@jit
+def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
+    """Fill `order` from place `done` on with the ops in the order in which they start; the place behind the last.
+
+    `first` are the ops to begin with, which wait for nothing; what follows from them is run. One long loop on local
+    names, for speed.
+    """
+    heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
+        memory.room
+    unit_of, slice_of, worker_of, duration = ops.unit, ops.slice, ops.worker, ops.duration
+    position_of, back_of = ops.position, ops.back
+    arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
+    rank, gradient_rank = dispatch.rank, dispatch.gradient_rank
+    deepest_first, transfers = dispatch.deepest_first, dispatch.transfers
+    count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
+    forward_wait = dispatch.forward_wait
+    waits = forward_wait.max() > 0
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.eager_weights, dispatch.make_room)
+    awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
+    arrived = np.zeros(count, np.int64)
+    events, waiting = np.zeros(2 * count, np.int64), 0  # an op is about to be ready, or to end
+    touched = np.zeros(state.shape[0], np.int64)
+    for op in first:
+        _push(events, 0, waiting, READY[op % kinds] * count + op)
+        waiting += 1
+    while waiting:
+        clock = events[0] // (EVENTS * count)
+        some, later = 0, (clock + 1) * EVENTS * count
+        while waiting and events[0] < later:
+            key = _pop(events, 0, waiting)
+            waiting -= 1
+            op = key % count
+            unit = unit_of[op]
+            kind, worker, number = op - unit * kinds, worker_of[unit], slice_of[unit]
+            if not state[worker, AWAKE]:
+                state[worker, AWAKE] = 1
+                touched[some] = worker
+                some += 1
+            if key // count % EVENTS == END:
+                state[worker, BUSY] = 0
+                if kind == WEIGHT:
+                    state[worker, USED] -= room[number, STASH]
+                elif kind == BACKWARD:
+                    state[worker, USED] += room[number, STASH] - room[number, AT_START]
+                    state[worker, SLOTS + number] += 1
+                continue
+            urgency = gradient_rank[unit] * depth + position_of[unit]
+            if kind == FORWARD:
+                back = back_of[unit]
+                urgency = back * span + rank[unit] if deepest_first else rank[unit] * depth + back
+            _add(heap, state, worker, kind, urgency * units + unit)
+            if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first(heap, state, worker, ARRIVAL) <= clock:
+                _take(heap, state, worker, ARRIVAL)
+            if waits and kind == BACKWARD:
+                _take(heap, state, worker, GRADIENT)
+        for index in range(some):
+            worker = touched[index]
+            state[worker, AWAKE] = 0
+            while not state[worker, BUSY]:
+                op = _pick(heap, state, room, slice_of, duration, forward_wait, choices, worker, clock)
+                if op < 0:
+                    break
+                order[done] = op
+                done += 1
+                end = clock + duration[op]
+                state[worker, BUSY] = 1
+                _push(events, 0, waiting, (end * EVENTS + END) * count + op)
+                waiting += 1
+                if op % kinds == FORWARD:
+                    number = slice_of[unit_of[op]]
+                    state[worker, USED] += room[number, AT_START]
+                    state[worker, SLOTS + number] -= 1
+                for arc in range(arc_start[op], arc_start[op + 1]):
+                    other = arc_op[arc]
+                    arrived[other] = max(arrived[other], end + (arc_hop[arc] if transfers else 0))
+                    awaited[other] -= 1
+                    if awaited[other]:
+                        continue
+                    when, unit = arrived[other], unit_of[other]
+                    kind, target = other - unit * kinds, worker_of[unit]
+                    _push(events, 0, waiting, (when * EVENTS + READY[kind]) * count + other)
+                    waiting += 1
+                    if kind != WEIGHT:
+                        _add(heap, state, target, ARRIVAL, when)
+                    if waits and kind == BACKWARD:
+                        _add(heap, state, target, GRADIENT, when)
+    return done
+
+
+# --- Annealing: its arrays --------------------------------------------------------------------------------------------
+# Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage), worker (the row of a
+# live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
+
+LARGEST_RUN = 6
+"""Most ops in a run of neighbours that changes places with another one."""
+LONGEST_JUMP = 16
+"""Most ops that a single one jumps over."""
+BUCKETS = 1024
+"""Of the queue, which together span the ticks of the first plan."""
+FOREVER = 2**61
+"""Ticks beyond those of any plan."""
+
+
+class TransferArcs(NamedTuple):
+    """Precedence arcs, compressed: those of op i have the numbers start[i] to below start[i + 1]."""
+
+    start: Ints
+    """[ops + 1]"""
+    op: Ints
+    """[arc] the op at the other end"""
+    transfer: Ints
+    """[arc] ticks between the two ops where two workers run them; 0 where no tensor passes"""
+
+
+class Instance(NamedTuple):
+    """What annealing never changes."""
+
+    kinds: int
+    """Ops of a unit."""
+    unit: Ints
+    """[op]"""
+    slice: Ints
+    """[unit]"""
+    predecessors: TransferArcs
+    """What each op waits for."""
+    successors: TransferArcs
+    """What waits for each op."""
+    group: Ints
+    """[worker] its reduce group"""
+    linked: Ints
+    """[group, number] those whose gradients are reduced with some of its own, itself included; -1 behind the last"""
+    interleaved: int
+    """1 where reductions may lie between compute ops, as they take no time; else they come after all of these"""
+    sharers: Ints
+    """[reduction, number]; for this and what follows see `Reductions`"""
+    ticks: Ints
+    """[reduction]"""
+    awaiting: Ints
+    """[slice, number]"""
+    between: Ints
+    """[group, number]"""
+    tail: Ints
+    """[worker] ticks from the end of its group to that of its window"""
+    pipeline: Ints
+    """[worker]"""
+    members: Ints
+    """[pipeline, number] its workers; -1 behind the last"""
+    capacity: Ints
+    """[worker] memory; -1: unlimited"""
+    holds: Ints
+    """[op] memory that its worker holds more, from the op's start (F) or end (I, W) on"""
+    movable: Ints
+    """units that more than one worker may run"""
+    hosts: Ints
+    """[slice, number] workers that may run it; -1 behind the last"""
+    cost: Ints
+    """[kind, slice, worker] ticks of an op"""
+
+
+class State(NamedTuple):
+    """A state of the search: who runs what, in which order, until when."""
+
+    worker: Ints
+    """[unit]"""
+    duration: Ints
+    """[op] on its worker"""
+    sequence: Ints
+    """[worker, place] ops"""
+    size: Ints
+    """[worker] ops in its order"""
+    place: Ints
+    """[op]"""
+    end: Ints
+    """[group] when the reductions are done that it takes part in"""
+    deadline: Ints
+    """[group] when its workers must have done their compute ops: as late as all ends allow"""
+    begin: Ints
+    """[reduction] when it begins; interleaved, the first end of the groups that share it"""
+    turn: Ints
+    """The reductions in their order; not interleaved."""
+
+
+class Timing(NamedTuple):
+    """The timing of a state."""
+
+    late: Ints
+    """[op] latest start before the deadlines"""
+    longest: Ints
+    """[pipeline] the longest window of its workers"""
+    excess: Ints
+    """[pipeline] what the windows of its workers exceed the goal by, added up"""
+
+
+class Sorting(NamedTuple):
+    """Room for a topological sort, and its results."""
+
+    waiting: Ints
+    """[op] predecessors that are not sorted yet"""
+    stack: Ints
+    """ops without any"""
+    order: Ints
+    """all ops, each after what it waits for"""
+    early: Ints
+    """[op] earliest start, if no worker begins before its release"""
+    release: Ints
+    """[worker] ticks"""
+
+
+class Queue(NamedTuple):
+    """Ops whose latest start may have changed, in buckets by time: the latest are looked at first.
+
+    What an op waits for starts earlier than the op, so that few ops are looked at twice.
+    """
+
+    bucket: Ints
+    """its first op; -1 for none"""
+    next: Ints
+    """[op] the next one in its bucket"""
+    queued: Ints
+    """[op] 1 while it is in the queue"""
+    counters: Ints
+    """[WAITING, TOP, BASE, SPAN]: queued ops; the highest bucket that may hold some; the first tick of the buckets, and
+    how many they divide"""
+
+
+WAITING, TOP, BASE, SPAN = range(4)
+
+
+class Log(NamedTuple):
+    """What the present step has changed in the timing, so that it can be undone."""
+
+    op: Ints
+    """ops, in the order in which their latest start changed"""
+    late: Ints
+    """their latest starts before that"""
+    pipeline: Ints
+    """pipelines whose windows may have changed"""
+    longest: Ints
+    """[number] their longest window before"""
+    excess: Ints
+    """[number] their excess before"""
+    marked: Ints
+    """[pipeline] 1 if it is among them"""
+    counters: Ints
+    """[CHANGED, TOUCHED]: entries of op, and of pipeline"""
+
+
+CHANGED, TOUCHED = range(2)
+
+
+class Path(NamedTuple):
+    """A critical path, followed anew when a change is accepted: see `critical_path`."""
+
+    op: Ints
+    """ops that wait for nothing but the next op of their worker"""
+    size: Ints
+    """[1] how many; -1 where the path is to be followed anew"""
+
+
+class Chain(NamedTuple):
+    """One annealing chain: its states and the room to work in."""
+
+    instance: Instance
+    state: State
+    best: State
+    """The best state so far."""
+    record: Ints
+    """[PERIOD, COST] of the best state: ticks, and thousandths of a tick"""
+    timing: Timing
+    """That of the state."""
+    trial: Timing
+    """Room for the timing of another one."""
+    sorting: Sorting
+    heads: Ints
+    """[op] how early it can start (`_renew`)"""
+    queue: Queue
+    log: Log
+    path: Path
+    run: Ints
+    """[LARGEST_RUN] room for the ops of a run"""
+    places: Ints
+    """[kind] where a unit's ops are put, or were"""
+    statistics: Ints
+    """[operator, TRIED | ACCEPTED | BETTER] how often"""
+    random: NDArray[np.uint64]
+    """[1] state of the random numbers"""
+
+
+PERIOD, COST = range(2)
+TRIED, ACCEPTED, BETTER = range(3)
+
+
+class Cycle(NamedTuple):
+    """One cooling cycle; temperatures in ticks."""
+
+    steps: int
+    hot: float
+    """Temperature in the beginning"""
+    cold: float
+    """and in the end."""
+    pull: float
+    """Weight of the mean excess of a pipeline's windows over the goal, beside its longest window."""
+    goal: int
+    """A period with which the cycle ends; only windows longer than that count."""
+    scale: float
+    """Mean ticks of an op."""
+    trade: float
+    """Share of the steps that trade units, where units may change workers,"""
+    move: float
+    """and that move one; all others exchange runs."""
+    shifts: int
+    """One in so many steps shifts a deadline; 0: none."""
+    low: int
+    """Only ops that start at this tick or later"""
+    high: int
+    """and before this one change their places."""
+
+
+class Move(NamedTuple):
+    """A change of the state, with what undoes it."""
+
+    kind: int
+    unit: int
+    """That trades or moves."""
+    other: int
+    """The unit it trades with; the worker it leaves."""
+    worker: int
+    """Whose runs [begin, middle) and [middle, end) exchange places."""
+    begin: int
+    middle: int
+    end: int
+
+
+NONE, EXCHANGE, TRADE, MOVE, SHIFT = range(5)
+
+
+# --- Annealing: random numbers, by xorshift64 (Marsaglia 2003) --------------------------------------------------------
+
+
+@inlined
+def _bits(random):
+    """The next 53 random bits, as an unsigned number."""
+    x = random[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    random[0] = x
+    return x >> np.uint64(11)
+
+
+@inlined
+def below(random, bound):
+    """A whole number from 0 to below the bound."""
+    return np.int64(_bits(random) % np.uint64(bound))
+
+
+@inlined
+def uniform(random):
+    """A number from 0 to below 1."""
+    return np.int64(_bits(random)) / 9007199254740992.0
+
+
+# --- Annealing: windows and costs -------------------------------------------------------------------------------------
+# The window of a worker l of reduce group g(l) lasts from the latest start of its first op to the end of its iteration:
+#
+#     window(l) = end[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing.
+#
+# With the goal G of the cooling cycle (a period), the cost of pipeline p with n(p) workers, where n is the most that
+# any pipeline has, is
+#
+#     cost(p) = max(0, max_l window(l) - G) + pull * sum_l max(0, window(l) - G) / n,      l in p,
+#
+# and that of the state is the sum of cost(p) over all pipelines. The first term alone would be flat where several
+# windows are the longest, and a maximum over all pipelines would not tell of any other pipeline's progress. As a sum
+# over pipelines, the cost changes by what a step changes.
+
+
+@inlined
+def window(instance, state, late, worker):
+    """The busy window of a worker, in ticks."""
+    if state.size[worker] == 0:
+        return 0
+    return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
+
+
+@inlined
+def measure(instance, state, timing, goal, pipeline):
+    """Fill in the longest window and the excess of a pipeline."""
+    longest, excess = 0, 0
+    for number in range(instance.members.shape[1]):
+        worker = instance.members[pipeline, number]
+        if worker < 0:
+            break
+        ticks = window(instance, state, timing.late, worker)
+        longest = max(longest, ticks)
+        excess += max(0, ticks - goal)
+    timing.longest[pipeline], timing.excess[pipeline] = longest, excess
+
+
+@inlined
+def _cost_of(instance, timing, cycle, pipeline):
+    """The cost of a pipeline as measured, in ticks."""
+    return max(0, timing.longest[pipeline] - cycle.goal) + \
+        cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
+
+
+@borrowing
+def cost(instance, timing, cycle):
+    """The cost of a state as timed, in ticks."""
+    total = 0.0
+    for pipeline in range(timing.longest.shape[0]):
+        total += _cost_of(instance, timing, cycle, pipeline)
+    return total
+
+
+@inlined
+def cost_after(instance, state, timing, log, cycle, before):
+    """The cost after a step that touched the pipelines in the log, in ticks; they are measured anew."""
+    total = before
+    for number in range(log.counters[TOUCHED]):
+        pipeline = log.pipeline[number]
+        total -= _cost_of(instance, timing, cycle, pipeline)
+        measure(instance, state, timing, cycle.goal, pipeline)
+        total += _cost_of(instance, timing, cycle, pipeline)
+    return total
+
+
+# --- Annealing: critical workers and paths ----------------------------------------------------------------------------
+
+
+@inlined
+def critical_worker(random, instance, state, timing, goal):
+    """A worker with the longest window of some pipeline above the goal, each as likely as the others."""
+    pipeline, seen = 0, 0
+    for other in range(timing.longest.shape[0]):
+        if timing.longest[other] > goal:
+            seen += 1
+            if below(random, seen) == 0:
+                pipeline = other
+    worker, seen = instance.members[pipeline, 0], 0
+    for number in range(instance.members.shape[1]):
+        other = instance.members[pipeline, number]
+        if other < 0:
+            break
+        if state.size[other] and window(instance, state, timing.late, other) == timing.longest[pipeline]:
+            seen += 1
+            if below(random, seen) == 0:
+                worker = other
+    return worker
+
+
+@borrowing
+def critical_path(random, instance, state, late, op, within, path):
+    """Follow what keeps an op from starting later; the op where the path ends: at a deadline.
+
+    `path` gets the ops that wait for nothing but the next op of their worker, with a latest start `within` (low, high),
+    high excluded.
+    """
+    unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
+        instance.successors.transfer
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    low, high = within
+    arcs = 0
+    for _ in range(late.shape[0]):  # no path is longer
+        worker, after = worker_of[unit[op]], place[op] + 1
+        end = late[op] + duration[op]
+        own = sequence[worker, after] if after < size[worker] else -1
+        if own >= 0 and late[own] != end:
+            own = -1
+        other = -1
+        for arc in range(start[op], start[op + 1]):
+            later, slack = successor[arc], late[successor[arc]] - end
+            if slack <= transfer[arc] and slack == (transfer[arc] if worker_of[unit[later]] != worker else 0):
+                other = later
+                break
+        if own < 0 and other < 0:
+            break
+        if other < 0 or (own >= 0 and below(random, 2) == 0):
+            if own != other and low <= late[op] < high:
+                path.op[arcs] = op
+                arcs += 1
+            op = own
+        else:
+            op = other
+    path.size[0] = arcs
+    return op
+
+
+# --- Annealing: a state timed from scratch ----------------------------------------------------------------------------
+
+
+@borrowing
+def _sort(instance, state, sorting):
+    """Fill in `order` and `early`. False where ops wait for each other in a circle."""
+    unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
+    waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
+    top = done = 0
+    for op in range(state.duration.shape[0]):
+        early[op] = sorting.release[state.worker[unit[op]]]
+        waiting[op] = predecessors.start[op + 1] - predecessors.start[op] + (state.place[op] > 0)
+        if waiting[op] == 0:
+            stack[top] = op
+            top += 1
+    while top > 0:
+        top -= 1
+        op = stack[top]
+        order[done] = op
+        done += 1
+        worker, after = state.worker[unit[op]], state.place[op] + 1
+        end = early[op] + state.duration[op]
+        if after < state.size[worker]:
+            later = state.sequence[worker, after]
+            early[later] = max(early[later], end)
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                stack[top] = later
+                top += 1
+        for arc in range(successors.start[op], successors.start[op + 1]):
+            later = successors.op[arc]
+            hop = successors.transfer[arc] if state.worker[unit[later]] != worker else 0
+            early[later] = max(early[later], end + hop)
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                stack[top] = later
+                top += 1
+    return done == state.duration.shape[0]
+
+
+@inlined
+def _latest(instance, state, late, op):
+    """The latest start of an op, given those of the ops after it:
+
+    late[op] = min(late[next op of its worker], or the deadline of its group where there is none;
+                   late[j] - hop over successors j) - duration[op],
+    with a hop where j takes a tensor from another worker; interleaved, a W ends before the reductions that await it,
+    and no op runs over one of its worker's.
+    """
+    successors = instance.successors
+    unit, group = instance.unit[op], instance.group[state.worker[instance.unit[op]]]
+    worker, after = state.worker[instance.unit[op]], state.place[op] + 1
+    end = late[state.sequence[worker, after]] if after < state.size[worker] else state.deadline[instance.group[worker]]
+    for arc in range(successors.start[op], successors.start[op + 1]):
+        later = successors.op[arc]
+        hop = successors.transfer[arc] if state.worker[instance.unit[later]] != worker else 0
+        end = min(end, late[later] - hop)
+    if instance.interleaved:
+        if (op + 1) % instance.kinds == 0:
+            end = min(end, first_awaiting(instance.awaiting, state.begin, instance.slice[unit]))
+        return clear_of(instance.between, state.begin, group, end - state.duration[op], state.duration[op])
+    return end - state.duration[op]
+
+
+@jit
+def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
+    """Let every reduce group be done as early as its orders allow. False where ops wait for each other in a circle."""
+    sorting.release[:] = 0
+    if not _sort(instance, state, sorting):
+        return False
+    state.deadline[:] = 0
+    for worker in range(state.size.shape[0]):
+        if state.size[worker]:
+            op = state.sequence[worker, state.size[worker] - 1]
+            group = instance.group[worker]
+            state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
+    end_with_deadlines(instance, state)
+    return True
+
+
+@jit
+def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
+    """Fill in the heads of all ops of a state as timed (`_renew`); they count from releases that are set here."""
+    for worker in range(sorting.release.shape[0]):
+        longest = max(timing.longest[instance.pipeline[worker]], goal)
+        sorting.release[worker] = state.end[instance.group[worker]] + instance.tail[worker] - longest
+    _sort(instance, state, sorting)
+    heads[:] = sorting.early
+
+
+@jit
+def end_with_deadlines(instance: Instance, state: State) -> None:
+    """Let every group end as early as its deadline and those it reduces gradients with allow; give all the time left.
+    """
+    if not instance.interleaved:
+        close(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
+        return
+    for group in range(state.end.shape[0]):
+        end = state.deadline[group]
+        for number in range(instance.linked.shape[1]):
+            other = instance.linked[group, number]
+            if other < 0:
+                break
+            end = max(end, state.deadline[other])
+        state.end[group] = end
+    _begin_with_ends(instance, state)
+
+
+@jit
+def keep_ends(instance: Instance, state: State) -> None:
+    """The latest deadlines and reductions with which all groups end when they are to, or earlier where they can."""
+    if instance.interleaved:
+        _begin_with_ends(instance, state)
+        return
+    state.deadline[:] = state.end
+    put_off(instance.sharers, instance.ticks, state.turn, state.deadline)
+    end_with_deadlines(instance, state)
+
+
+@jit
+def _begin_with_ends(instance, state):
+    """Interleaved: every reduction with the first end of its groups, which run ops until they end."""
+    state.deadline[:] = state.end
+    for reduction in range(instance.sharers.shape[0]):
+        begin = FOREVER
+        for number in range(instance.sharers.shape[1]):
+            group = instance.sharers[reduction, number]
+            if group >= 0:
+                begin = min(begin, state.end[group])
+        state.begin[reduction] = begin
+
+
+@jit
+def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
+    """Time a state from scratch: its period in ticks; -1 where ops wait for each other in a circle."""
+    if not _sort(instance, state, sorting):
+        return -1
+    for index in range(state.duration.shape[0] - 1, -1, -1):
+        op = sorting.order[index]
+        timing.late[op] = _latest(instance, state, timing.late, op)
+    for pipeline in range(timing.longest.shape[0]):
+        measure(instance, state, timing, goal, pipeline)
+    return int(timing.longest.max())
+
+
+# --- Annealing: a state timed where it changed ------------------------------------------------------------------------
+# Ops whose latest start may have changed wait in a queue by time, late ones first. Each that did change calls those
+# that it follows: its predecessors and the op before it on its worker. So a step costs what it moves, not what the job
+# holds. A log keeps what was before, for `revert`.
+
+
+@inlined
+def _bucket(ticks, span):
+    """The bucket of a time, `ticks` after the first one."""
+    return min(max(ticks * BUCKETS // span, 0), BUCKETS - 1)
+
+
+@inlined
+def call(queue, late, op):
+    """Have an op looked at."""
+    if op < 0 or queue.queued[op]:
+        return
+    counters = queue.counters
+    index = _bucket(late[op] - counters[BASE], counters[SPAN])
+    queue.queued[op] = 1
+    queue.next[op] = queue.bucket[index]
+    queue.bucket[index] = op
+    counters[WAITING] += 1
+    counters[TOP] = max(counters[TOP], index)
+
+
+@inlined
+def touch(timing, log, pipeline):
+    """Note that the windows of a pipeline may change."""
+    if not log.marked[pipeline]:
+        log.marked[pipeline] = 1
+        number = log.counters[TOUCHED]
+        log.pipeline[number] = pipeline
+        log.longest[number], log.excess[number] = timing.longest[pipeline], timing.excess[pipeline]
+        log.counters[TOUCHED] += 1
+
+
+def _retiming(interleaved):
+    """`retime`, where reductions may lie between compute ops or not: compiled for each, as the loop is a quarter slower
+    when it asks.
+
+    The rule is that of `timing._latest`; one long loop on local names, as a call with all these arrays would take
+    longer than what it does.
+    """
+
+    @borrowing
+    def retime_ops(instance, state, timing, queue, log, limits, run):
+        unit, group, owner = instance.unit, instance.group, instance.pipeline
+        first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
+            instance.successors.transfer
+        first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
+        worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, \
+            state.place
+        deadline, late = state.deadline, timing.late
+        longest, excess = timing.longest, timing.excess
+        kinds, slice_of, awaiting, between, reduction = instance.kinds, instance.slice, instance.awaiting, \
+            instance.between, state.begin
+        bucket, link, queued = queue.bucket, queue.next, queue.queued
+        counters, changed, before, marked = queue.counters, log.op, log.late, log.marked
+        waiting, top, base, span = counters[WAITING], counters[TOP], counters[BASE], counters[SPAN]
+        done, touched = log.counters[CHANGED], log.counters[TOUCHED]
+        touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
+        heads, allowed = limits
+        row, begin, end = run
+        good = True
+        while good:
+            if end > begin:
+                end -= 1
+                op = sequence[row, end]
+            elif waiting:
+                while bucket[top] < 0:
+                    top -= 1
+                op = bucket[top]
+                bucket[top] = link[op]
+                queued[op] = 0
+                waiting -= 1
+            else:
+                break
+            worker, at = worker_of[unit[op]], place[op]
+            start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
+            for arc in range(first_successor[op], first_successor[op + 1]):
+                other = successor[arc]
+                if late[other] - transfer[arc] < start:  # else it does not matter who runs it
+                    start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+            if interleaved and (op + 1) % kinds == 0:
+                start = min(start, first_awaiting(awaiting, reduction, slice_of[unit[op]]))
+            start -= duration[op]
+            if interleaved:
+                start = clear_of(between, reduction, group[worker], start, duration[op])
+            pipeline = owner[worker]
+            if at == 0 and not marked[pipeline]:
+                marked[pipeline] = 1
+                touched_pipeline[touched] = pipeline
+                longest_before[touched], excess_before[touched] = longest[pipeline], excess[pipeline]
+                touched += 1
+            if start == late[op]:
+                continue
+            if done == changed.shape[0]:
+                good = False
+                break
+            changed[done], before[done] = op, late[op]
+            done += 1
+            late[op] = start
+            good = start >= heads[op] - allowed
+            arc, last = first_predecessor[op], first_predecessor[op + 1]
+            other = sequence[worker, at - 1] if at else -1
+            while True:  # the op before it on its worker, then its predecessors
+                if other >= 0 and not queued[other]:
+                    index = _bucket(late[other] - base, span)
+                    queued[other] = 1
+                    link[other] = bucket[index]
+                    bucket[index] = other
+                    waiting += 1
+                    top = max(top, index)
+                if arc == last:
+                    break
+                other = predecessor[arc]
+                arc += 1
+        counters[WAITING], counters[TOP] = waiting, top
+        log.counters[CHANGED], log.counters[TOUCHED] = done, touched
+        return good
+
+    return retime_ops
+
+
+_RETIME, _RETIME_INTERLEAVED = _retiming(interleaved=False), _retiming(interleaved=True)
+
+
+@inlined
+def retime(instance, state, timing, queue, log, limits, run):
+    """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
+
+    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (heads,
+    allowed), an op starts before its head by more than `allowed`.
+    """
+    if instance.interleaved:
+        return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
+    return _RETIME(instance, state, timing, queue, log, limits, run)
+
+
+@borrowing
+def waits_for_itself(instance, state, timing, queue, op):
+    """Whether an op without duration waits for itself. The queue must be empty.
+
+    `retime` cannot tell: in a circle of such ops all start at once. In any other circle they would ever start earlier.
+    """
+    unit, first, successor, late = instance.unit, instance.successors.start, instance.successors.op, timing.late
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    found, seen = queue.next, queue.queued
+    tick, found[0], count, at = late[op], op, 1, 0
+    while at < count and not seen[op]:
+        before = found[at]
+        at += 1
+        worker, after = worker_of[unit[before]], place[before] + 1
+        arc, last = first[before], first[before + 1]
+        other = sequence[worker, after] if after < size[worker] else -1
+        while True:  # the next op of its worker, then its successors
+            if other >= 0 and late[other] == tick and duration[other] == 0 and not seen[other]:
+                seen[other] = 1
+                found[count] = other
+                count += 1
+            if arc == last:
+                break
+            other = successor[arc]
+            arc += 1
+    circle = seen[op] == 1
+    for number in range(count):
+        seen[found[number]] = 0
+    return circle
+
+
+@inlined
+def unmark(log):
+    """The step is over for the pipelines that it touched."""
+    for number in range(log.counters[TOUCHED]):
+        log.marked[log.pipeline[number]] = 0
+
+
+@inlined
+def revert(timing, queue, log):
+    """The timing as it was before the step, and nobody in the queue."""
+    counters = queue.counters
+    while counters[WAITING]:
+        op = queue.bucket[counters[TOP]]
+        if op < 0:
+            counters[TOP] -= 1
+            continue
+        queue.bucket[counters[TOP]] = queue.next[op]
+        queue.queued[op] = 0
+        counters[WAITING] -= 1
+    for number in range(log.counters[CHANGED] - 1, -1, -1):
+        timing.late[log.op[number]] = log.late[number]
+    for number in range(log.counters[TOUCHED]):
+        pipeline = log.pipeline[number]
+        timing.longest[pipeline], timing.excess[pipeline] = log.longest[number], log.excess[number]
+
+
+# --- Annealing: heads -------------------------------------------------------------------------------------------------
+# A head is how early an op can start if no window is longer than the longest of its pipeline.
+#
+# An op that has to start before its head makes some window longer by as much, so that most bad changes are refused
+# where they are made, before anything that follows from them is timed (heads and tails of job-shop search: Taillard
+# 1994).
+#
+# All heads are found anew now and then (`set_heads`); in between, those of ops that change their places.
+
+OPS_PER_STEP = 8
+"""All heads are found anew once in so many steps: an op for each of these takes no longer than the steps themselves."""
+
+
+@borrowing
+def _renew(instance, state, heads, release, op):
+    """The head of an op, by those of the op before it on its worker and of what it waits for."""
+    duration, predecessors = state.duration, instance.predecessors
+    worker, place = state.worker[instance.unit[op]], state.place[op]
+    head = release[worker]
+    if place:
+        before = state.sequence[worker, place - 1]
+        head = heads[before] + duration[before]
+    for arc in range(predecessors.start[op], predecessors.start[op + 1]):
+        before = predecessors.op[arc]
+        hop = predecessors.transfer[arc] if state.worker[instance.unit[before]] != worker else 0
+        head = max(head, heads[before] + duration[before] + hop)
+    heads[op] = head
+
+
+@inlined
+def renew(instance, state, heads, release, move):
+    """The heads of the ops that a change, or its undoing, has put in other places."""
+    if move.kind == EXCHANGE:
+        for place in range(move.begin, move.end):
+            _renew(instance, state, heads, release, state.sequence[move.worker, place])
+        return
+    for kind in range(instance.kinds):
+        _renew(instance, state, heads, release, move.unit * instance.kinds + kind)
+        if move.kind == TRADE:
+            _renew(instance, state, heads, release, move.other * instance.kinds + kind)
+
+
+# --- Annealing: moves -------------------------------------------------------------------------------------------------
+# exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a critical path, as in
+#             job-shop search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
+# trade       two units of one slice trade workers and places
+# move        a unit moves to another worker, to where its ops fit by time
+# shift       a deadline, or the end of a window, shifts
+#
+# The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift
+# moves the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
+
+NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
+
+
+@inlined
+def fits(instance, state, move):
+    """Whether the workers that got other ops, or another order, keep their capacity."""
+    if move.kind == EXCHANGE:
+        return _keeps_capacity(instance, state, move.worker, move.end)
+    if move.kind == MOVE:
+        worker = state.worker[move.unit]
+        return _keeps_capacity(instance, state, worker, state.size[worker])
+    return True  # a trade puts ops of one slice in each other's places
+
+
+@inlined
+def retime_after(instance, state, timing, queue, log, limits, move, places):
+    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`, or where ops wait
+    for each other in a circle."""
+    if move.kind == EXCHANGE:
+        if move.begin:
+            call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
+    else:
+        _call_unit(instance, state, timing, queue, log, move.unit)
+        if move.kind == TRADE:
+            _call_unit(instance, state, timing, queue, log, move.other)
+        else:
+            _call_left(instance, state, timing, queue, log, move.other, places)
+    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end)) and \
+        _no_circle(instance, state, timing, queue, move)
+
+
+@inlined
+def _no_circle(instance, state, timing, queue, move):
+    """Whether no op that changed its place waits for itself. Any circle would pass one of them, and take no time."""
+    sequence, duration, kinds = state.sequence, state.duration, instance.kinds
+    if move.kind == EXCHANGE:
+        for place in range(move.begin, move.end):
+            op = sequence[move.worker, place]
+            if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
+                return False
+        return True
+    for kind in range(kinds):
+        op, twin = move.unit * kinds + kind, move.other * kinds + kind
+        if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
+            return False
+        if move.kind == TRADE and duration[twin] == 0 and waits_for_itself(instance, state, timing, queue, twin):
+            return False
+    return True
+
+
+@inlined
+def undo(instance, state, run, places, move):
+    """Take a change back. Its timing is undone by `retiming.revert`."""
+    if move.kind == EXCHANGE:
+        _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
+    elif move.kind == TRADE:
+        _trade(instance, state, move.unit, move.other)
+    else:
+        _move(instance, state, move.unit, move.other, places)
+
+
+# --- Exchange ---------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def propose_exchange(random, instance, state, timing, cycle, run, path):
+    """Let two runs change places; NEVER where they must not."""
+    late = timing.late
+    if below(random, 5):
+        if path.size[0] < 0:
+            worker = critical_worker(random, instance, state, timing, cycle.goal)
+            critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high), path)
+        if path.size[0] == 0:
+            path.size[0] = -1
+            return NEVER
+        op = path.op[below(random, path.size[0])]
+        middle = state.place[op] + 1
+        if below(random, 4) == 0:
+            middle += below(random, 3) - 1
+    else:
+        op = below(random, state.duration.shape[0])
+        if late[op] < cycle.low or late[op] >= cycle.high:
+            return NEVER
+        middle = state.place[op]
+    worker = state.worker[instance.unit[op]]
+    before, behind = _run_length(random), _run_length(random)
+    if below(random, 4) == 0:  # one op jumps over several
+        before, behind = 1, 1 + below(random, LONGEST_JUMP)
+        if below(random, 2):
+            before, behind = behind, before
+    begin, end = middle - before, middle + behind
+    if begin < 0 or end > state.size[worker]:
+        return NEVER
+    unit, row = instance.unit, state.sequence[worker]
+    for place in range(begin, middle):
+        for other in range(middle, end):
+            if unit[row[place]] == unit[row[other]]:
+                return NEVER  # a unit's own ops keep their order
+    _exchange(state, run, worker, begin, middle, end)
+    return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
+
+
+@inlined
+def _run_length(random):
+    """Ops in a run, few ones more often."""
+    size = 1
+    while size < LARGEST_RUN and below(random, 3) == 0:
+        size += 1
+    return size
+
+
+@inlined
+def _exchange(state, run, worker, begin, middle, end):
+    """Let the runs [begin, middle) and [middle, end) of a worker change places."""
+    row, size = state.sequence[worker], middle - begin
+    for index in range(size):
+        run[index] = row[begin + index]
+    for index in range(middle, end):
+        row[index - size] = row[index]
+    for index in range(size):
+        row[end - size + index] = run[index]
+    for index in range(begin, end):
+        state.place[row[index]] = index
+
+
+@inlined
+def _keeps_capacity(instance, state, worker, end):
+    """Whether the ops of a worker before place `end` keep its capacity."""
+    capacity = instance.capacity[worker]
+    if capacity < 0:
+        return True
+    sequence, holds, used = state.sequence, instance.holds, 0
+    for place in range(end):
+        used += holds[sequence[worker, place]]
+        if used > capacity:
+            return False
+    return True
+
+
+# --- Trade ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def propose_trade(random, instance, state, late, cycle):
+    """Let two units trade places; NEVER where they must not."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    other = _partner(random, instance, state, unit)
+    if other < 0 or not _within(instance, late, cycle, unit):
+        return NEVER
+    _trade(instance, state, unit, other)
+    return Move(TRADE, unit, other, -1, 0, 0, 0)
+
+
+@inlined
+def _partner(random, instance, state, unit):
+    """A unit to trade with, of the same slice: another movable one, or one of the same worker; -1 for none."""
+    if below(random, 3) == 0:
+        worker = state.worker[unit]
+        other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
+    else:
+        other = instance.movable[below(random, instance.movable.shape[0])]
+    return other if other != unit and instance.slice[other] == instance.slice[unit] else -1
+
+
+@inlined
+def _within(instance, late, cycle, unit):
+    """Whether some op of a unit may change its place in this cycle."""
+    kinds = instance.kinds
+    return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
+
+
+@borrowing
+def _trade(instance, state, unit, other):
+    worker, other_worker = state.worker[unit], state.worker[other]
+    for kind in range(instance.kinds):
+        op, twin = unit * instance.kinds + kind, other * instance.kinds + kind
+        place, twin_place = state.place[op], state.place[twin]
+        state.sequence[worker, place], state.sequence[other_worker, twin_place] = twin, op
+        state.place[op], state.place[twin] = twin_place, place
+        state.duration[op], state.duration[twin] = state.duration[twin], state.duration[op]
+    state.worker[unit], state.worker[other] = other_worker, worker
+
+
+# --- Move to another worker -------------------------------------------------------------------------------------------
+
+
+@borrowing
+def propose_move(random, instance, state, late, cycle, places):
+    """Move a unit to another worker; NEVER where there is none."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    worker = _other_worker(random, instance, state, unit)
+    if worker < 0 or not _within(instance, late, cycle, unit):
+        return NEVER
+    left = state.worker[unit]
+    _find_places(instance, state, late, unit, worker, places)
+    _move(instance, state, unit, worker, places)
+    return Move(MOVE, unit, left, -1, 0, 0, 0)
+
+
+@borrowing
+def _other_worker(random, instance, state, unit):
+    """Another worker that may run a unit and has room in its row; -1 for none."""
+    hosts = instance.hosts[instance.slice[unit]]
+    count = 0
+    while count < hosts.shape[0] and hosts[count] >= 0:
+        count += 1
+    worker = hosts[below(random, count)]
+    full = state.size[worker] + instance.kinds > state.sequence.shape[1]
+    return -1 if full or worker == state.worker[unit] else worker
+
+
+@borrowing
+def _find_places(instance, state, late, unit, worker, places):
+    """Where the ops of a unit fit into another worker's order by the time at which they run now."""
+    kinds = instance.kinds
+    row, place = state.sequence[worker], 0
+    for kind in range(kinds):
+        while place < state.size[worker] and late[row[place]] < late[unit * kinds + kind]:
+            place += 1
+        places[kind] = place + kind
+
+
+@borrowing
+def _move(instance, state, unit, worker, places):
+    """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
+    kinds, left, number = instance.kinds, state.worker[unit], instance.slice[unit]
+    for kind in range(kinds):
+        _remove(state, unit * kinds + kind, left)
+    for kind in range(kinds):
+        op = unit * kinds + kind
+        before = state.place[op] + kind  # those removed before it were in front of it
+        _insert(state, op, worker, places[kind])
+        state.duration[op] = instance.cost[kind, number, worker]
+        places[kind] = before
+    state.worker[unit] = worker
+
+
+@borrowing
+def _remove(state, op, worker):
+    """Take an op out of a worker's order."""
+    row = state.sequence[worker]
+    for index in range(state.place[op], state.size[worker] - 1):
+        row[index] = row[index + 1]
+        state.place[row[index]] = index
+    state.size[worker] -= 1
+
+
+@borrowing
+def _insert(state, op, worker, place):
+    """Put an op into a worker's order, before the one that is at this place."""
+    row = state.sequence[worker]
+    for index in range(state.size[worker], place, -1):
+        row[index] = row[index - 1]
+        state.place[row[index]] = index
+    row[place] = op
+    state.place[op] = place
+    state.size[worker] += 1
+
+
+@borrowing
+def _call_unit(instance, state, timing, queue, log, unit):
+    """Call the ops of a unit that came to another worker or place, and those that they follow there."""
+    worker, predecessors = state.worker[unit], instance.predecessors
+    touch(timing, log, instance.pipeline[worker])
+    for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
+        call(queue, timing.late, op)
+        for arc in range(predecessors.start[op], predecessors.start[op + 1]):
+            call(queue, timing.late, predecessors.op[arc])
+        call(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
+
+
+@borrowing
+def _call_left(instance, state, timing, queue, log, worker, places):
+    """Call the ops behind which those of a unit were taken away, at these places of a worker."""
+    touch(timing, log, instance.pipeline[worker])
+    for kind in range(instance.kinds):
+        place = places[kind] - kind - 1
+        if 0 <= place < state.size[worker]:
+            call(queue, timing.late, state.sequence[worker, place])
+
+
+# --- Shift a deadline -------------------------------------------------------------------------------------------------
+
+
+@jit
+def shift(chain, cycle, before, allowance):
+    """Have the window that a critical path fills end earlier, or the deadline later that it ends at; the cost after it.
+
+    Taken back where the cost grows by more than the allowance.
+    """
+    random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
+    worker = critical_worker(random, instance, state, timing, cycle.goal)
+    last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path)
+    end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
+    ticks = 1 + below(random, 1 + int(cycle.scale))
+    if below(random, 2):
+        state.end[instance.group[worker]] -= ticks
+        keep_ends(instance, state)
+    elif instance.interleaved:
+        state.end[_first_to_reduce(instance, state, timing.late, last)] += ticks
+        keep_ends(instance, state)
+    else:
+        state.deadline[instance.group[state.worker[instance.unit[last]]]] += ticks
+        end_with_deadlines(instance, state)
+    period = time(instance, state, chain.sorting, trial, cycle.goal)
+    after = cost(instance, trial, cycle)
+    if period < 0 or after > before + allowance:
+        state.end[:], state.deadline[:], state.begin[:], state.turn[:] = end, deadline, begin, turn
+        return before
+    timing.late[:] = trial.late
+    timing.longest[:] = trial.longest
+    timing.excess[:] = trial.excess
+    return after
+
+
+@borrowing
+def _first_to_reduce(instance, state, late, op):
+    """Of the groups that share a reduction with that of the last op of a path, which waits for it, one that ends then.
+    """
+    group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
+    for number in range(instance.between.shape[1]):
+        reduction = instance.between[group, number]
+        if reduction >= 0 and state.begin[reduction] == tick:
+            for index in range(instance.sharers.shape[1]):
+                other = instance.sharers[reduction, index]
+                if other >= 0 and state.end[other] == tick:
+                    return other
+    return group
+
+
+# --- Annealing: the steps of a cooling cycle --------------------------------------------------------------------------
+
+STEPS_PER_PATH = 16
+"""At most, so that all critical paths are tried."""
+MARGIN = 0.3
+"""By how much a window may become longer where others may become shorter: in mean op lengths."""
+
+
+@jit
+def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
+    """Run steps `begin` to below `end` of a cooling cycle; the step to go on with, less than `end` where the goal is
+    reached before. `best` and `record` are kept up to date.
+
+    A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
+    first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
+    """
+    instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
+        chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
+        chain.record, chain.random, chain.run, chain.places, chain.statistics
+    time(instance, state, sorting, timing, cycle.goal)
+    now = cost(instance, timing, cycle)
+    between_heads = 1 + state.duration.shape[0] // OPS_PER_STEP
+    movable = instance.movable.shape[0] > 0
+    for step in range(begin, end):
+        if record[PERIOD] <= cycle.goal:
+            return step
+        if step % between_heads == 0:
+            set_heads(instance, state, timing, sorting, cycle.goal, heads)
+        if step % STEPS_PER_PATH == 0:
+            path.size[0] = -1
+        temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
+        allowance = -temperature * math.log(1.0 - uniform(random))
+        draw = uniform(random) if movable else 1.0
+        if cycle.shifts and below(random, cycle.shifts) == 0:
+            before, now = now, shift(chain, cycle, now, allowance)
+            statistics[SHIFT, TRIED] += 1
+            statistics[SHIFT, ACCEPTED] += now != before
+            if _is_better(timing, record, now, cycle.scale):
+                statistics[SHIFT, BETTER] += _keep(chain, cycle, now)
+            set_heads(instance, state, timing, sorting, cycle.goal, heads)
+            path.size[0] = -1
+            continue
+        log.counters[CHANGED] = log.counters[TOUCHED] = 0
+        if draw < cycle.trade:
+            move = propose_trade(random, instance, state, timing.late, cycle)
+        elif draw < cycle.trade + cycle.move:
+            move = propose_move(random, instance, state, timing.late, cycle, places)
+        else:
+            move = propose_exchange(random, instance, state, timing, cycle, run, path)
+        if move.kind == NONE:
+            continue
+        statistics[move.kind, TRIED] += 1
+        limits = (heads, allowance + MARGIN * cycle.scale)
+        after, accepted = now, False
+        if fits(instance, state, move):
+            renew(instance, state, heads, sorting.release, move)
+            if retime_after(instance, state, timing, queue, log, limits, move, places):
+                after = cost_after(instance, state, timing, log, cycle, now)
+                accepted = after <= now + allowance
+        unmark(log)
+        if not accepted:
+            revert(timing, queue, log)
+            undo(instance, state, run, places, move)
+            renew(instance, state, heads, sorting.release, move)
+            continue
+        now = after
+        path.size[0] = -1
+        statistics[move.kind, ACCEPTED] += 1
+        if _is_better(timing, record, now, cycle.scale):
+            statistics[move.kind, BETTER] += _keep(chain, cycle, now)
+    if end == cycle.steps and record[PERIOD] > cycle.goal and (
+            timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
+        _keep(chain, cycle, now)
+    return end
+
+
+@jit
+def measure_best(chain: Chain, cycle: Cycle) -> None:
+    """Time the best state anew, at its cost in this cycle: others count other windows, and weigh them otherwise."""
+    period = time(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
+    chain.record[PERIOD], chain.record[COST] = period, int(cost(chain.instance, chain.trial, cycle) * 1000)
+
+
+@inlined
+def _is_better(timing, record, now, scale):
+    """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
+    longest = timing.longest.max()
+    return longest < record[PERIOD] or (longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97)
+
+
+@jit
+def _keep(chain, cycle, now):
+    """Note the best state so far, timed from scratch to be sure. 1 where its period is shorter than before, else 0."""
+    state, best, before = chain.state, chain.best, chain.record[PERIOD]
+    period = time(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
+    if 0 <= period <= chain.record[PERIOD]:
+        chain.record[PERIOD], chain.record[COST] = period, int(now * 1000)
+        best.worker[:] = state.worker
+        best.duration[:] = state.duration
+        best.sequence[:] = state.sequence
+        best.size[:] = state.size
+        best.place[:] = state.place
+        best.deadline[:] = state.deadline
+        best.end[:] = state.end
+        best.begin[:] = state.begin
+        best.turn[:] = state.turn
+    return int(chain.record[PERIOD] < before)

@@ -1,0 +1,345 @@
+"""CP-SAT: improve a plan, which is the hint and never made worse, and prove how short one can be."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import msgspec
+from ortools.sat.python import cp_model
+from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
+
+from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
+from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.start_times import solution_period
+from slipstream.schedules.precedence import OpKey, waits
+from slipstream.schedules.schedule import OpKind, Worker
+
+# --- Variables --------------------------------------------------------------------------------------------------------
+
+
+class Variables:
+    """One start per op, one literal per possible host of a unit with a choice, a window per column, and the period."""
+
+    def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
+        self.horizon = horizon
+        self.units = tuple(problem.units())
+        self.hosts: dict[Unit, tuple[Worker, ...]] = {unit: problem.hosts(unit.slice, unit.pipeline)
+                                                   for unit in self.units}
+        self.on: dict[tuple[Unit, Worker], BoolVarT] = {}
+        self.start: dict[OpKey, IntVar] = {}
+        self.end: dict[OpKey, IntVar | LinearExprT] = {}
+        self.runs: dict[Worker, list[tuple[OpKind, Unit, IntervalVar]]] = {worker: [] for worker in problem.live}
+        for unit in self.units:
+            self._add_unit(model, problem, unit)
+        columns = range(problem.grid.columns)
+        self.first = [model.new_int_var(0, horizon, f"R{column}") for column in columns]
+        self.last = [model.new_int_var(0, horizon, f"E{column}") for column in columns]
+        self.period = model.new_int_var(0, 2 * horizon, "period")
+
+    def _add_unit(self, model: CpModel, problem: Problem, unit: Unit) -> None:
+        hosts = self.hosts[unit]
+        name = f"{unit.pipeline}.{unit.microbatch}@{unit.slice}"
+        if len(hosts) > 1:
+            for host in hosts:
+                self.on[unit, host] = model.new_bool_var(f"on {name} {host}")
+            model.add_exactly_one(self.on[unit, host] for host in hosts)
+        for kind in problem.kinds:
+            key = (kind, *unit)
+            start = self.start[key] = model.new_int_var(0, self.horizon, f"{kind} {name}")
+            costs = {host: problem.cost(kind, unit.slice, host) for host in hosts}
+            if len(set(costs.values())) == 1:
+                end: IntVar | LinearExprT = start + costs[hosts[0]]
+            else:
+                end = model.new_int_var(0, self.horizon, f"end {kind} {name}")
+            self.end[key] = end
+            for host in hosts:
+                label = f"{kind} {name} {host}"
+                if len(hosts) == 1:
+                    interval = model.new_fixed_size_interval_var(start, costs[host], label)
+                elif isinstance(end, IntVar):
+                    interval = model.new_optional_interval_var(start, costs[host], end, self.on[unit, host], label)
+                else:
+                    interval = model.new_optional_fixed_size_interval_var(start, costs[host], self.on[unit, host],
+                                                                          label)
+                self.runs[host].append((kind, unit, interval))
+
+    def literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
+        """Each possible host with the literal that chooses it, None where there is no choice."""
+        for host in self.hosts[unit]:
+            yield host, self.on.get((unit, host))
+
+
+# --- Constraints ------------------------------------------------------------------------------------------------------
+
+
+class Constraints:
+    """Adds every rule to the model; F, I and W are start times, p durations, h hosts."""
+
+    def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
+        self._model = model
+        self._problem = problem
+        self._variables = variables
+
+    def add_all(self) -> None:
+        """All rules, in the order of the problem's statement."""
+        self._data_flows()
+        self._one_op_at_a_time()
+        self._memory()
+        self._windows()
+        self._microbatches_in_order()
+
+    def _data_flows(self) -> None:
+        """Start of an op >= end of each producer + transfer where a tensor crosses and their hosts differ.
+
+        Neighbouring virtual stages lie on different workers unless they share a column and a host.
+        """
+        problem, variables = self._problem, self._variables
+        for key, start in variables.start.items():
+            for producer, rule in waits(key, problem.grid.path(key[3])):
+                if producer not in variables.start:
+                    continue
+                hop = problem.times.transfer if rule.tensor else 0
+                if problem.column_of[producer[1]] != problem.column_of[key[1]]:
+                    self._model.add(start >= variables.end[producer] + hop)
+                    continue
+                self._model.add(start >= variables.end[producer])
+                if producer[1] != key[1] and hop:
+                    self._transfer_unless_same_host(producer, key)
+
+    def _transfer_unless_same_host(self, producer: OpKey, key: OpKey) -> None:
+        """Both units in one column: start >= end + transfer unless one host runs both."""
+        variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
+        hop = self._problem.times.transfer
+        for host, literal in variables.literals(source):
+            other = variables.on.get((target, host))
+            if literal is None or (other is None and variables.hosts[target] == (host,)):
+                continue  # the whole pipeline runs this column on its own worker
+            away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
+            away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
+
+    def _one_op_at_a_time(self) -> None:
+        """No two ops of a worker overlap."""
+        for runs in self._variables.runs.values():
+            self._model.add_no_overlap(interval for *_, interval in runs)
+
+    def _memory(self) -> None:
+        """At every time on every worker: activations (F start to I end) + stashes (I end to W end) <= capacity."""
+        problem = self._problem
+        if problem.memory is None:
+            return
+        for worker in problem.live:
+            demands: list[tuple[IntervalVar, int]] = []
+            for kind, unit, _ in self._variables.runs[worker]:
+                if kind is OpKind.F:
+                    demands += self._held(unit, worker)
+            if sum(demand for _, demand in demands) > problem.room(worker):
+                self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
+                                           problem.room(worker))
+
+    def _held(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
+        """What a unit holds on a host: (interval, amount), present when the host is chosen."""
+        problem, variables = self._problem, self._variables
+        start = variables.start[OpKind.F, *unit]
+        freed = variables.end[problem.gradient_kind, *unit]
+        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.slice))]
+        if problem.backward == "split":
+            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.slice)))
+        found = []
+        for begin, end, amount in spans:
+            if not amount:
+                continue
+            length = self._model.new_int_var(0, variables.horizon, "held")
+            literal = variables.on.get((unit, host))
+            interval = self._model.new_interval_var(begin, length, end, "held") if literal is None else \
+                self._model.new_optional_interval_var(begin, length, end, literal, "held")
+            found.append((interval, amount))
+        return found
+
+    def _windows(self) -> None:
+        """R_c <= every start and E_c >= every end in column c; the period follows from the windows.
+
+        Columns that reduce gradients together end together.
+        Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so
+        period >= E_c + A + O and period >= E_c + O of any column, from time 0.
+        """
+        problem, variables, model = self._problem, self._variables, self._model
+        for key, start in variables.start.items():
+            column = problem.column_of[key[1]]
+            model.add(variables.first[column] <= start)
+            model.add(variables.last[column] >= variables.end[key])
+        for column in range(problem.grid.columns):
+            tail = problem.column_tail(column)
+            if problem.tied[column] != column:
+                model.add(variables.last[column] == variables.last[problem.tied[column]])
+            if problem.optimizer == "staggered":
+                model.add(variables.period >= variables.last[column] - variables.first[column] + tail)
+            else:
+                model.add(variables.period >= variables.last[column] + tail)
+                slowest = max(problem.times.optimizer)
+                model.add(variables.period >= variables.last[column] + slowest)
+
+    def _microbatches_in_order(self) -> None:
+        """Symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
+
+        They are interchangeable: handing the k-th F, I and W of every stage to micro-batch k keeps every rule. Where
+        some unit has a choice that is not so.
+        """
+        problem, variables = self._problem, self._variables
+        grid = problem.grid
+        for pipeline, count in enumerate(grid.microbatches):
+            if any(len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
+                continue
+            for microbatch in range(count - grid.chains):
+                later = microbatch + grid.chains  # the next one along the same chain
+                for stage in grid.path(microbatch):
+                    for kind in problem.kinds:
+                        early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, later)
+                        self._model.add(variables.start[late] >= variables.end[early])
+
+
+POLL_SECONDS = 0.05
+SMALL_MODEL = 1000
+"""Compute ops up to which linear relaxations pay."""
+
+
+class Improvement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the solver came back with: a plan no worse than the hint, and the bound it proved."""
+
+    solution: Solution
+    period_ticks: int
+    lower_bound_ticks: int
+
+
+class _OnSolution(cp_model.CpSolverSolutionCallback):
+    """Reports the period, in ticks, of every better plan while the solver runs."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def on_solution_callback(self) -> None:
+        """Called by the solver."""
+        self._progress(round(self.objective_value))
+
+
+def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
+            progress: Callable[[int], None]) -> Improvement:
+    """Search for a smaller period within the budget, starting from `hint`.
+
+    The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
+    depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
+    the cores for different entries.)
+    """
+    before = solution_period(problem, hint)
+    model, variables = _model(problem, lower_bound, before)
+    _give_hint(model, problem, variables, hint, before)
+    solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
+    status = _solve(solver, model, _OnSolution(progress), budget)
+    if status == cp_model.UNKNOWN:
+        return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
+    found = _read(problem, variables, solver)
+    after = solution_period(problem, found)
+    assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
+    bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
+    return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
+
+
+def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
+    """The problem as a model that looks for the shortest period between two."""
+    model = cp_model.CpModel()
+    variables = Variables(model, problem, _horizon(problem, longest))
+    Constraints(model, problem, variables).add_all()
+    model.add(variables.period >= shortest)
+    model.add(variables.period <= longest)
+    model.minimize(variables.period)
+    return model, variables
+
+
+def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, on_solution: _OnSolution,
+           budget: Budget) -> cp_model.CpSolverStatus:
+    """Run the solver beside this thread, so that the search can be ended in good order."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(solver.solve, model, on_solution)
+        while not running.done():
+            wait([running], timeout=POLL_SECONDS)
+            if budget.stopped:
+                solver.stop_search()  # again and again: it is lost on a search that has not quite begun
+        status = running.result()
+    budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
+    return status
+
+
+def _horizon(problem: Problem, period: int) -> int:
+    """No op of any plan whose period is at most `period` ends later than this, once its first op starts at 0.
+
+    Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is
+    the F of some micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in every column c, and
+    its I at the first stage follows its F at s, hence
+    R_c <= F(s) <= I(first) <= R_c0 + period = period; and all ops of column c end by R_c + period <= 2 period.
+    """
+    return period if problem.optimizer == "synchronous" else 2 * period
+
+
+def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, period: int) -> None:
+    shift = min(hint.starts.values())
+    first = [variables.horizon] * problem.grid.columns
+    last = [0] * problem.grid.columns
+    for key, variable in variables.start.items():
+        start = hint.starts[key] - shift
+        model.add_hint(variable, start)
+        kind, stage, pipeline, microbatch = key
+        host = hint.hosts[Unit(stage, pipeline, microbatch)]
+        end = start + problem.cost(kind, stage, host)
+        end_variable = variables.end[key]
+        if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # it is where the op takes 0
+            model.add_hint(end_variable, end)
+        column = problem.column_of[stage]
+        first[column], last[column] = min(first[column], start), max(last[column], end)
+    for (unit, host), literal in variables.on.items():
+        model.add_hint(literal, hint.hosts[unit] == host)
+    for column, tied in enumerate(problem.tied):
+        last[tied] = max(last[tied], last[column])
+    for column, tied in enumerate(problem.tied):
+        model.add_hint(variables.first[column], first[column])
+        model.add_hint(variables.last[column], last[tied])
+    model.add_hint(variables.period, period)
+
+
+def _solver(budget: Budget, *, small: bool) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+        setattr(parameters, name, limit)
+    parameters.catch_sigint_signal = False
+    parameters.random_seed = budget.seed
+    parameters.num_workers = 1
+    # Linear relaxations prove small models optimal a third sooner; in large ones their cuts overrun the time limit by
+    # seconds and prove nothing (measured: the worked example; 8 pipelines x 8 stages x 16 micro-batches).
+    parameters.linearization_level = 2 if small else 0
+    return solver
+
+
+def _read(problem: Problem, variables: Variables, solver: cp_model.CpSolver) -> Solution:
+    hosts = {}
+    for unit in variables.units:
+        choices = [host for host, literal in variables.literals(unit)
+                   if literal is None or solver.boolean_value(literal)]
+        assert len(choices) == 1, f"CP-SAT chose hosts {choices} for {unit}"
+        hosts[unit] = choices[0]
+    starts = {key: solver.value(variable) for key, variable in variables.start.items()}
+    order = sorted(starts, key=lambda key: _flow(problem, key, starts))
+    return Solution(hosts=hosts, starts={key: starts[key] for key in order})
+
+
+def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
+    """A run order for ops that share an instant, the same on all workers: older micro-batches first, each as it flows.
+
+    Any such order is free of circles, since what an op waits for at the same instant comes before it.
+    """
+    kind, stage, pipeline, microbatch = key
+    entered = starts[OpKind.F, problem.grid.path(microbatch)[0], pipeline, microbatch]
+    forward = kind is OpKind.F
+    return (starts[key], entered, pipeline, microbatch, not forward, stage if forward else -stage, kind is OpKind.W)
