@@ -49,6 +49,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         import torch
 
         from slipstream.runtime.config import ConfigError, parse_run_config
+        from slipstream.runtime.model.data.data import load_corpus
         from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
         from slipstream.runtime.model.layers.worker_group import standing_in
         from slipstream.runtime.processes.fork_server import ForkServer
@@ -63,6 +64,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         with standing_in(config.training.tensor_parallel):
             layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
+        load_corpus(config, wanted.microbatches)  # refused here in its own words
         with err.status("measuring"), ForkServer() as fork_server:
             measured, by_layer = (
                 measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds, fork_server=fork_server,
