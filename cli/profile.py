@@ -106,8 +106,8 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         return rounded([getattr(stage, name) for stage in stages], longest)
 
     # A worker holds all of its stages, of every chain; the stages that were measured are those of one.
-    static = [sum(stages[index % job.depth].static_bytes for index, at in enumerate(job.columns) if at == column)
-              for column in range(job.stages)]
+    static = [sum(stages[index % job.depth].static_bytes + _on_their_way(job, measured, index % job.depth)
+                  for index, at in enumerate(job.columns) if at == column) for column in range(job.stages)]
     room = measured.device_bytes
     if measured.device != "cuda":
         room //= job.pipelines * job.stages * measured.ranks
@@ -127,6 +127,13 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     if shared := topology_table(job.nodes, job.pipelines, job.stages):
         tables["topology"] = shared
     return tables
+
+
+def _on_their_way(job: Job, measured: "Profile", stage: int) -> int:
+    """Bytes of gradients that were sent to the stage before: where the pipeline drains, that of each stage after it."""
+    if measured.device == "cuda" and measured.transport == "gloo":
+        return 0  # they wait in host memory
+    return min(job.depth - stage, max(job.microbatches)) * measured.stages[stage].sent_bytes
 
 
 def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
@@ -184,7 +191,7 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
                  f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both over "
                  f"{measured.transport}, within this machine.",
                  "Between machines, put in what your network takes."],
-        "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
+        "memory": [f"KiB. capacity: what {where}, has beyond what is held always, and gradients on their way.",
                    f"Held always, in MiB a stage: {static};",
                    f"of it the copies by which a step can be undone: {undo}."],
         "layers": ["Each layer measured by itself: how a stage divides over its layers."],

@@ -222,6 +222,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of layers' numbers. It takes less memory, and another forward. "attention", "mlp", also in the list: these parts of
     all other layers. "auto": the layers of the stages for which the planner finds that it shortens the period, where
     memory is tight; without a planner as "none"."""
+    compile: bool = False
+    """Whether layers are compiled by torch.compile, when each kind of them is first run; its cache on disk makes that
+    shorter the next time. Of the GPT that comes with the package, and gpt2 of transformers."""
     evaluate_every: Some | None = None
     """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
     evaluation_iterations: Count = 1
@@ -272,6 +275,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.reduce_dtype != "float32" and not self.master_weights:
             raise ValueError(f"training.reduce_dtype is {self.reduce_dtype!r}, and there are no master_weights; "
                              "expected them, or 'float32'")
+        if self.compile and self.recompute not in ("none", ()):
+            raise ValueError("training.compile is true, and recompute is given; expected one of them: compiled code "
+                             "chooses by itself what it keeps, and is no part of a forward that is run again")
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(f"training.compile is true, and tensor_parallel {self.tensor_parallel}; expected one of "
+                             "them, as ranks that compile would keep the others of their worker waiting")
         _require_json("training.options", self.options)
         if self.tokens is not None and self.text is not None and self.data is None:
             raise ValueError("training.tokens and training.text are both given; expected one of them")

@@ -5,7 +5,8 @@ new torch version would be noticed.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -21,7 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroupGloo, Work
+from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -72,6 +75,31 @@ def gloo_devices() -> list[GlooDevice]:
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in named] or [
         ProcessGroupGloo.create_default_device(lazy_init=False)]
+
+
+def inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """torch.compile's own backend, with options.
+
+    For: graphs that have been changed on their way to it (`runtime.model.layers.compiling`).
+    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to its backend.
+    """
+    from torch._inductor.compile_fx import compile_fx  # takes seconds
+
+    return cast(Callable[..., Any], compile_fx(cast(Any, graph), inputs, config_patches=dict(options)))
+
+
+@contextmanager
+def without_function_mode() -> Iterator[None]:
+    """Within a TorchFunctionMode: as outside of it.
+
+    For: compiled code that is called while the mode is active by which a backward is split: it knows that by itself.
+    Replaced by: leaving the mode, once torch has a public call for that.
+    """
+    if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
+        yield
+    else:
+        with _pop_mode_temporarily():
+            yield
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:

@@ -21,7 +21,7 @@ from slipstream.schedules.schedule import Worker
 FIND_SECONDS = 10.0
 """Whoever lives looks for a coordinator several times a second: when none has come for so long, none lives."""
 REJOIN_SECONDS = 10.0
-"""From the first that comes to the last: a stuck worker takes a second to hold still."""
+"""From one that comes to the next: a stuck worker takes a second to hold still, and thousands do not come at once."""
 START_SECONDS = 60.0
 """The same where no order has been given yet: workers may be about to start."""
 
@@ -73,12 +73,17 @@ class TakeOver:
         self._grid = frozenset(grid)
         self._known: dict[Worker, Known] = {}
         self._began = time.monotonic()
+        self._came: set[Worker] = set()
+        """All that have, also those lost again: who comes and goes holds up nobody."""
         self._found: float | None = None
+        """When the last of them came."""
 
     def ready(self, worker: Worker, known: Known) -> None:
         """A worker has come."""
+        if worker not in self._came:
+            self._came.add(worker)
+            self._found = time.monotonic()
         self._known[worker] = known
-        self._found = self._found or time.monotonic()
 
     def lost(self, worker: Worker) -> None:
         """It is gone again."""

@@ -466,12 +466,14 @@ class Session:
                 self._of_sharers[members, own_rank] = self._group(self._name(members, own_rank, "and"))
 
     def _way(self, source: Worker, target: Worker, own_rank: int) -> tuple[Group, int]:
+        self.require()  # a transfer may begin, and fail later, on connections that were just shut
         try:
             return self._routes[source, target, own_rank]
         except KeyError:
             raise RuntimeError("there is no connection") from None
 
     def _sharing(self, what: Shared, own_rank: int, *, of_bytes: bool = False) -> Group:
+        self.require()
         members = self._sharers[what]
         if of_bytes and self.ordered:
             return self._group(self._name(members, own_rank, "bytes"))

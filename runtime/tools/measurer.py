@@ -17,7 +17,7 @@ from slipstream.runtime.model.data.data import load_corpus
 from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.worker_group import enter_group
-from slipstream.runtime.model.passed import TensorForm, carrier_form
+from slipstream.runtime.model.passed import TensorForm, carrier_form, gradient_form
 from slipstream.runtime.model.state.holding import build_holding, gradient_dtype
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
@@ -127,7 +127,10 @@ class _Measurer:
         """This worker's stages, and the share of the time in which this process had to wait for others."""
         task = self._task
         benches = {index: self._bench(index, task.config) for index in task.stages}
-        memory = {index: {**bench.memory(), **self._recomputed(index)} for index, bench in benches.items()}
+        # What compiled layers keep is not seen by torch's modes, and is at most that.
+        memory = {index: {**(self._changed(index, compile=False) if task.config.training.compile else bench).memory(),
+                          **self._recomputed(index), "sent_bytes": self._sent_bytes(index)}
+                  for index, bench in benches.items()}
         for bench in benches.values():
             bench.keep(task.copies)
             bench.round()
@@ -174,11 +177,18 @@ class _Measurer:
 
     def _recomputed(self, index: int) -> dict[str, int]:
         """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
-        config = self._task.config
-        if config.training.recompute != "auto":
+        if self._task.config.training.recompute != "auto":
             return {}
-        again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
-        return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
+        return {"recomputed_bytes": self._changed(index, recompute="full").memory()["activation_bytes"]}
+
+    def _sent_bytes(self, index: int) -> int:
+        begin, _ = self._task.ranges[index]
+        return _bytes_of(carrier_form(gradient_form(self._forms[begin]))) if begin else 0
+
+    def _changed(self, index: int, **training: object) -> StageBench:
+        config = self._task.config
+        return self._bench(index, msgspec.structs.replace(
+            config, training=msgspec.structs.replace(config.training, **training)))
 
     def _communicate(self, session: Session, everyone: Sequence[Worker]
                      ) -> tuple[list[float], list[float], float]:

@@ -47,6 +47,8 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: int
     """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
     undo_bytes: int
+    sent_bytes: int = 0
+    """The gradient that a micro-batch sends to the stage before: on a device for as long as it may be on its way."""
     state_bytes: int | None = None
     """Where the optimizer's state is sharded: all of it, undo copies included."""
     by_lengths: tuple[tuple[float, ...], ...] = ()

@@ -1,7 +1,7 @@
 """Messages between workers when layers move: a header in JSON, then tensors as safetensors, in pieces of some MB.
 
-Header and pieces are each between their length and their tag (`runtime.protocol.authentication`). Nothing of what a
-peer sends is used before its tag has been checked.
+The header has its length before it and its tag behind it (`runtime.protocol.authentication`): nothing of it is used
+before that has been checked. Tensors have no tags, as those between workers have none: docs/threat-model.md.
 
 A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each,
 or with a `LayerPart` where workers keep parts of layers' states.
@@ -134,11 +134,7 @@ def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = No
     for batch in batches:
         pieces = encode(batch)
         yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
-        digest = hashlib.sha256()
-        for piece in pieces:
-            digest.update(piece)
-            yield piece
-        yield tags.next(digest.digest())
+        yield from pieces
 
 
 def read_message(stream: Stream, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
@@ -149,7 +145,7 @@ def read_message(stream: Stream, tags: Tags) -> tuple[Message, dict[str, Tensor]
     for _ in range(header.blobs):
         (length,) = _BLOB_LENGTH.unpack(_read(stream, _BLOB_LENGTH.size))
         try:
-            tensors |= decode(_read_tagged(stream, _bounded(length, MAX_BLOB_BYTES, "tensors"), tags))
+            tensors |= decode(_read(stream, _bounded(length, MAX_BLOB_BYTES, "tensors")))
         except TensorError as error:
             raise MessageError(f"a peer sent {error}") from None
     return header.message, tensors

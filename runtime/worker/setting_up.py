@@ -1,13 +1,14 @@
 """What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
@@ -53,7 +54,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
-    layer_store = _layer_store(spec, model, checkpoints)
+    by_rank = [] if spec.stands_for == 1 else [_RankModel(config, device, rank) for rank in _ranks(spec)]
+    layer_store = _layer_store(spec, model, checkpoints, by_rank)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
@@ -65,7 +67,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
+        layer_receiver=_receivers(spec, by_rank, device, layer_store, sharing,
+                                  _FetchReports(spec.worker, channel, injector)),
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
@@ -88,7 +91,8 @@ def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
             deadline = 0.0  # that goes on without this worker
 
 
-def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader) -> LayerStore:
+def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader,
+                 by_rank: Sequence["_RankModel"]) -> LayerStore:
     """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
     training = spec.settings.config.training
 
@@ -97,15 +101,14 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
-    ranks = [(LayerStore(partial(_built_at, spec, model.device, rank, kind=RankParts), checkpoints.load),
-              partial(standing_in, training.tensor_parallel, rank)) for rank in _ranks(spec)]
+    ranks = [(LayerStore(partial(rank.holding, RankParts), checkpoints.load), rank.standing_in) for rank in by_rank]
     parts = [store.holding for store, _ in ranks if isinstance(store.holding, RankParts)]
     holding = RankHolding(training, parts, sharing_of(model))
     return RankStores(build, checkpoints.load, ranks, holding)
 
 
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
-               events: ReceiverEvents) -> RankReceivers:
+def _receivers(spec: WorkerSpec, by_rank: Sequence["_RankModel"], device: torch.device, store: LayerStore,
+               sharing: Sharing, events: ReceiverEvents) -> RankReceivers:
     """What gets layers. A process that stands for several ranks builds them as each would."""
     training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
 
@@ -115,13 +118,13 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharin
     if ranks == 1:
         return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
 
-    def build(rank: int, layer: int) -> Holding:
-        return _built_at(spec, device, rank, [layer], filled=False)
+    def fresh(rank: _RankModel, layer: int) -> Holding:
+        return rank.holding(Holding, [layer], filled=False)
 
     told = AllUpToDate(events, ranks)
     stores = store.by_rank if keeps_parts(training) else [store] * ranks
-    return RankReceivers([LayerReceiver(partial(build, rank), partial(follow, of), device, secret, told)
-                          for rank, of in zip(_ranks(spec), stores, strict=True)], store)
+    return RankReceivers([LayerReceiver(partial(fresh, rank), partial(follow, of), device, secret, told)
+                          for rank, of in zip(by_rank, stores, strict=True)], store)
 
 
 def _ranks(spec: WorkerSpec) -> range:
@@ -129,13 +132,22 @@ def _ranks(spec: WorkerSpec) -> range:
     return range(spec.rank * spec.stands_for, (spec.rank + 1) * spec.stands_for)
 
 
-def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int],
-              kind: type[Holding] = Holding, *, filled: bool) -> Holding:
-    """Layers as a rank of a whole worker has them; unless `filled`, their states are to be loaded."""
-    config, training = spec.settings.config, spec.settings.config.training
-    with standing_in(training.tensor_parallel, rank):
-        model = model_for(config.model, training.seed, parameter_dtype(training), device)
-        return build_holding(model, layers, training, kind, filled=filled)
+class _RankModel:
+    """The model as a rank of a whole worker has it, for which this process stands.
+
+    Made once, before any thread computes: transformers sets torch's default dtype while it makes one.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
+        self._training = config.training
+        self.standing_in = partial(standing_in, config.training.tensor_parallel, rank)
+        with self.standing_in():
+            self._model = model_for(config.model, config.training.seed, parameter_dtype(config.training), device)
+
+    def holding(self, kind: type[Holding], layers: Iterable[int], *, filled: bool) -> Holding:
+        """Layers as that rank has them; unless `filled`, their states are to be loaded."""
+        with self.standing_in():
+            return build_holding(self._model, layers, self._training, kind, filled=filled)
 
 
 class _FetchReports(ReceiverEvents):

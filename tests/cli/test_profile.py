@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -174,6 +175,22 @@ def test_the_placement_is_kept(placement) -> None:
         assert getattr(after, name) == getattr(before, name)
     held = len(before.columns) // before.stages * 2**10
     assert after.memory.capacity == (2**20 // 4 - held,) * 2, "a worker holds all of its stages, of both chains"
+
+
+@pytest.mark.parametrize(("device", "transport", "counts"), [("cpu", "gloo", True), ("cuda", "nccl", True),
+                                                             ("cuda", "gloo", False)])
+def test_gradients_on_their_way_have_room(device, transport, counts) -> None:
+    """Up to one for each stage from this one on, as the pipeline drains; staged ones are not on the device."""
+    job = parse_job(JOB[:JOB.index("[placement]")])
+    without = msgspec.structs.replace(measured(job), device=device, transport=transport)
+    sent = 2**16
+    stages = tuple(msgspec.structs.replace(stage, sent_bytes=sent if index else 0)
+                   for index, stage in enumerate(without.stages))
+    least, most = (job_tables(job, one)["memory"]["capacity"]
+                   for one in (msgspec.structs.replace(without, stages=stages), without))
+    assert [more - less for less, more in zip(least, most, strict=True)] == [
+        counts * min(job.depth - index, max(job.microbatches)) * sent // 2**10 if index else 0
+        for index in range(job.stages)]
 
 
 def test_slow_workers_stay_slow() -> None:

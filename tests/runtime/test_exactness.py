@@ -5,6 +5,7 @@
 
 import pytest
 
+from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run
 from tests.jobs import grid
 from tests.runtime.replay.test_modes import MODES
@@ -66,3 +67,14 @@ def test_lower_precision_follows_as_closely_as_it_can(dtype, tolerance, fork_ser
     result = run(schedule_for(job, ["1.1"]), config, out=tmp_path, iterations=5, fork_server=fork_server)
     assert result.losses == pytest.approx(judge(config, job.microbatches, 5).losses, abs=tolerance)
     assert result.losses[-1] < result.losses[0]
+
+
+@pytest.mark.slow
+def test_compiled_layers_in_workers_give_the_numbers_of_one_process(fork_server, tmp_path):
+    """Each process compiles what it runs, with a worker down from the start."""
+    job = grid(2, 2, 2)
+    configs = [parse_run_config({"blocks": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1},
+                                {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 3, "compile": compiled})
+               for compiled in (True, False)]
+    result = run(schedule_for(job, ["0.1"]), configs[0], out=tmp_path, fork_server=fork_server)
+    assert_same_numbers(result, judge(configs[1], job.microbatches, 3))

@@ -18,6 +18,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import difference, identity
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.compiling import COMPILED
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.worker_group import standing_in
@@ -279,6 +280,25 @@ def test_without_weights_they_begin_as_transformers_begins(kind, tmp_path):
     assert len(forms(model, config)) == 6
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_keep_their_digits_and_angles_of_positions_theirs(kind, tmp_path):
+    """float64 weights are loaded as such; in bfloat16, position 1000 must not be told by three digits of its angle."""
+    torch.manual_seed(1)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **KINDS[kind]))
+    for parameter in theirs.double().parameters():
+        torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(tmp_path)
+    decoder = theirs.base_model.h[1] if kind == "gpt2" else theirs.base_model.layers[1]
+    ours = model_for(configured(tmp_path).model, 0, torch.float64, CPU).build(2)
+    for (name, one), other in zip(ours.layer.named_parameters(), decoder.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    half = model_for(configured(tmp_path).model, 0, torch.bfloat16, CPU).build(2)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in half.buffers()} <= {torch.float32}
+    for one, other in zip(half.buffers(), ours.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_path):
@@ -372,3 +392,29 @@ def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
         "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
     identity("large.json", vocab_size=300)
     assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_layers_give_the_gradients_of_others(kind, pretrained):
+    """Split into I and W, of two layers, the second of which is not compiled anew."""
+    folder, found = pretrained(kind), []
+    tokens, targets = load_corpus(configured(folder)).batch(Microbatch(0, 0, 0), 1, 16)
+    for compiled in (False, True):
+        config = configured(folder, compile=compiled)
+        model = model_for(config.model, 0, torch.float64, CPU)
+        holding = build_holding(model, range(model.layers), config.training)
+        runner = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
+        runner.forward(Microbatch(0, 0, 0), tokens, targets, (tokens, targets), split=True)
+        runner.backward_input(Microbatch(0, 0, 0), None)
+        runner.backward_weight(Microbatch(0, 0, 0))
+        found.append([runner.take_loss(), *(one.grad.clone() for one in holding.parameters().values())])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_other_kinds_are_not_compiled(kind, pretrained):
+    config = configured(pretrained(kind), compile=True)
+    with pytest.raises(ConfigError, match=rf"^training\.compile is true, and model\.hugging_face names a {kind}"):
+        forms(model_for(config.model, 0, torch.float64, CPU), config)

@@ -16,6 +16,7 @@ from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.data.data import batch_form
 from slipstream.runtime.model.layers.calling import Batch, loss_call, takes_batch
+from slipstream.runtime.model.layers.compiling import check_compilable
 from slipstream.runtime.model.layers.distributed_tensors import as_called, with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, autocast
 from slipstream.runtime.model.layers.recomputing import recomputed, seen_parts
@@ -35,6 +36,8 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
     _check_shards(modules, config)
+    if config.training.compile:
+        check_compilable(config, model.device)
     with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training, model.device):
         batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)

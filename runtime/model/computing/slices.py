@@ -67,7 +67,8 @@ class SliceRunner:
         self.layers = layers
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
-        self._calls = {layer: LayerCall(modules[layer]) for layer in range(*layers)}
+        self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
+                       for layer in range(*layers)}
         more = gives_more(config.training)
         self.reads_batch = self.first or self.last or any(
             call.takes_batch if more else call.needs_batch for call in self._calls.values())
@@ -94,8 +95,9 @@ class SliceRunner:
         assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
         if not self.first:
             value = changed(value, _leaf)
-        # Without an input gradient I has nothing to do: the first slice leaves the whole backward to W.
-        work: WeightWork | None = deque() if split and not self.first else None
+        # Without an input gradient I has nothing to do: the first slice leaves the whole backward to W. Compiled code
+        # is split everywhere: otherwise it would be compiled twice.
+        work: WeightWork | None = deque() if self._config.training.compile or (split and not self.first) else None
         with nullcontext() if work is None else deferring(work), adding_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
         added = sum(losses[1:], losses[0]) if losses else None
@@ -126,6 +128,8 @@ class SliceRunner:
         held = self._held.pop(microbatch)
         if self.first:
             self._deferred[microbatch] = deque([partial(_backward, held, gradient, held.scale)])
+            if held.work is not None:
+                self._deferred[microbatch].append(partial(backward_weight, held.work))
             return None
         _backward(held, gradient, held.scale)
         self._deferred[microbatch] = deque() if held.work is None else held.work

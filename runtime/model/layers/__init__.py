@@ -5,6 +5,7 @@
     calling           what a layer is given, and what it may add to the loss
     split             the backward in two: I and W
     recomputing       layers, and parts of them, that are computed again before their backward
+    compiling         layers compiled by torch.compile, with that backward
     sharing           parameters that several layers share
     documents         attention within the documents of a sample
     cross_entropy     the loss of language models, a few rows of logits at a time

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from slipstream.runtime.model.layers.compiling import compile_layer
 from slipstream.runtime.model.layers.distributed_tensors import as_called
 from slipstream.runtime.model.layers.documents import remember_lengths
 from slipstream.runtime.model.passed import Value, changed, handed_on
+from slipstream.runtime.torch_private import without_function_mode
 
 Batch = tuple[Tensor, ...]
 """What data give for a micro-batch (`runtime.model.data.data.Data`), on the device that computes."""
@@ -50,8 +52,10 @@ def needs_batch(function: Callable[..., Any]) -> bool:
 class LayerCall:
     """A layer that is called as it wants to be."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, compiled: bool = False) -> None:
+        self._module, self._compiled = module, compiled
+        if compiled:
+            compile_layer(module)
         self.takes_batch, self.needs_batch = takes_batch(module.forward), needs_batch(module.forward)
         self._copy = _copy_of(module) if hasattr(module, "placed") else None
         """Where torch's own functions have cut it: what is called with other parameters in the place of its own. A
@@ -67,7 +71,8 @@ class LayerCall:
             # It may be on its way still.
             given = changed(given, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
         else:
-            given = self._module(value, **more)
+            with without_function_mode() if self._compiled else nullcontext():
+                given = self._module(value, **more)
         return given if isinstance(given, Tensor) else handed_on(given)
 
 

@@ -78,7 +78,7 @@ def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwar
 
     `function` must depend on its arguments, on parameters and on torch's generators alone.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # nothing is chosen then
         return function(*args, **kwargs)
     seen, chosen = _SEEN.get(), _CHOSEN.get()
     if seen is not None:

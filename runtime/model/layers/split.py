@@ -92,12 +92,20 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> _Product:
     return _Product(mat1, mat2, input, transposed=True)
 
 
-_PRODUCTS: Mapping[Callable[..., Any], Callable[..., _Product]] = {
+PRODUCTS: Mapping[Callable[..., Any], Callable[..., _Product]] = {
     functional.linear: _linear,
     torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul,
     torch.mm: _mm, Tensor.mm: _mm,
     torch.addmm: _addmm,
 }
+
+
+_LEAVING: dict[Callable[..., Any], Callable[..., Callable[[], None]]] = {}
+
+
+def leaves_work(op: Callable[..., Any], work: Callable[..., Callable[[], None]]) -> None:
+    """Whenever compiled code calls an op in its backward, I leaves what `work` makes of its arguments."""
+    _LEAVING[op] = work
 
 
 class _Deferring(TorchFunctionMode):
@@ -108,9 +116,11 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and torch.is_grad_enabled():
+        if func in _LEAVING and type(args[0]) is Tensor:  # else it is compiled at this moment
+            self._work.append(_LEAVING[func](*args))
+        elif func in PRODUCTS and torch.is_grad_enabled():
             try:
-                product = _PRODUCTS[func](*args, **kwargs)
+                product = PRODUCTS[func](*args, **kwargs)
             except TypeError:  # an argument of the less usual kind (out, alpha, ...)
                 return func(*args, **kwargs)
             if _deferrable(product):
@@ -146,12 +156,7 @@ class _DeferredProduct(torch.autograd.Function):
         used = _autocast(weight)
         ctx.save_for_backward(value, used)
         ctx.weight, ctx.bias, ctx.transposed, ctx.work = weight, bias, transposed, work
-        if not transposed:
-            product = functional.linear(value, used, bias)
-        elif bias is None:
-            product = value @ used
-        else:
-            product = torch.addmm(bias, value, used)
+        product = multiplied(value, used, bias, transposed)
         # Of three and more dimensions it is a view of a matrix, which a following in-place op would refuse: `.data`,
         # other than `.detach()`, is none.
         return product.data
@@ -159,14 +164,21 @@ class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         value, used = ctx.saved_tensors
-        work = _ProductWork(value, gradient, ctx.weight, ctx.bias, ctx.transposed)
+        work = ProductWork(value, gradient, ctx.weight, ctx.bias, ctx.transposed)
         ctx.work.append(work.run)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
         return gradient @ (used.t() if ctx.transposed else used), None, None, None, None
 
 
-class _ProductWork(NamedTuple):
+def multiplied(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """A `_Product` of operands of one dtype."""
+    if not transposed:
+        return functional.linear(value, weight, bias)
+    return value @ weight if bias is None else torch.addmm(bias, value, weight)
+
+
+class ProductWork(NamedTuple):
     """One deferred weight gradient: what went in, the gradient of what came out, and whose gradient it is."""
 
     value: Tensor
@@ -177,6 +189,7 @@ class _ProductWork(NamedTuple):
 
     @torch.no_grad()
     def run(self) -> None:
+        """Add it to the weight's, and that of the bias to the bias'."""
         value = self.value.reshape(-1, self.value.shape[-1])
         gradient = self.gradient.reshape(-1, self.gradient.shape[-1])
         _accumulate(self.weight, value.t() @ gradient if self.transposed else gradient.t() @ value)

@@ -89,6 +89,8 @@ class Counting:
         if order.restore is not None or order.first_iteration == 0:
             assert order.restore is None or committed + 1 in self.world.checkpoints
             self.layers, self.reached = {}, committed
+        elif self.layers and self.world.went_back and committed not in (self.reached, self.reached - 1):
+            self.layers = {}  # it has not heard that all went back: what it holds fits nothing (`Generation.fits`)
         elif self.layers:
             self.go_back(committed)
         moved = {move.layer for move in order.moves if move.target == self.worker}

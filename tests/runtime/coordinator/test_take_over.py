@@ -92,3 +92,18 @@ def test_where_no_order_was_given_those_that_start_are_waited_for_longer(monkeyp
     assert running.over() and not began.over()
     clock.now += START_SECONDS
     assert began.over()
+
+
+def test_as_long_as_workers_come_the_others_are_waited_for(monkeypatch):
+    """Thousands take longer to come than one takes to hold still; who comes and goes again holds up nobody."""
+    clock = Clock()
+    monkeypatch.setattr(take_over, "time", clock)
+    made = taking(7, known(7))
+    clock.now += 0.8 * REJOIN_SECONDS
+    made.ready(OTHER, known(7))
+    clock.now += 0.8 * REJOIN_SECONDS
+    assert not made.over()
+    made.lost(OTHER)
+    made.ready(OTHER, known(7))
+    clock.now += 0.3 * REJOIN_SECONDS
+    assert made.over() and made.found().missing == (THIRD,)

@@ -34,14 +34,15 @@ def header(body: bytes) -> Callable[[Tags], bytes]:
 
 
 def blob(body: bytes) -> Callable[[Tags], bytes]:
-    return lambda tags: tagged("<I", HEADER, tags) + tagged("<Q", body, tags)
+    return lambda tags: tagged("<I", HEADER, tags) + struct.pack("<Q", len(body)) + body
 
 
 @pytest.mark.parametrize(("sent", "error", "reason"), [
     (lambda _: struct.pack("<I", 2**31), MessageError, "a header of 2147483648 bytes"),
     (lambda _: struct.pack("<I", 0), MessageError, "a header of 0 bytes"),
     (lambda _: tagged("<I", HEADER, Tags(b"another key")), MessageError, "a message was changed on its way"),
-    (lambda tags: tagged("<I", HEADER, tags) + tagged("<Q", b"changed", Tags(KEY)), MessageError, "changed on its way"),
+    (lambda tags: tagged("<I", HEADER[:-2] + b"0]", tags)[:-32] + tagged("<I", HEADER, Tags(KEY))[-32:], MessageError,
+     "changed on its way"),
     (header(b"nope"), MessageError, "an unreadable header: .*malformed"),
     (header(b"[" * 10_000), MessageError, "an unreadable header"),
     (header(b'[{"type":"UpToDate"},-1e99]'), MessageError, "an unreadable header"),

@@ -67,6 +67,11 @@ class DecoderLayer(nn.Module):
         self._mask = create_sliding_window_causal_mask if self._slides else create_causal_mask
         self._balances = bool(getattr(config, "output_router_logits", False))
 
+    @property
+    def compiled_part(self) -> nn.Module:
+        """What `runtime.model.layers.compiling` compiles: positions and masks are made outside."""
+        return self.layer
+
     def forward(self, given: Tensor | Routed, batch: Batch | None = None) -> Tensor | Routed:
         """Features, with what routers have done, to the same."""
         features = given if isinstance(given, Tensor) else given[0]

@@ -60,15 +60,17 @@ class HuggingFace:
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
         with seeded(derive_seed("parameters", self._seed, layer)):
-            module = self._made(layer).train()
-            if torch.get_default_device().type != "meta":
+            module, is_filled = self._made(layer).train(), torch.get_default_device().type != "meta"
+            if is_filled:
                 self._initialise(module)
-                if self._weights is not None and not is_unfilled():
-                    self._load(module, layer, self._weights)
+            for parameter in module.parameters():  # buffers stay as they are: angles of positions are float32 always
+                parameter.data = parameter.data.to(self._dtype)
+            if is_filled and self._weights is not None and not is_unfilled():
+                self._load(module, layer, self._weights)
         group = worker_group()
         if group is not None and isinstance(module, DecoderLayer):
             cut_over(module, self._plan, group)
-        return module.to(self._dtype)
+        return module
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
         """transformers' own loss: cross entropy, mean over tokens, and that of routers where they have one."""

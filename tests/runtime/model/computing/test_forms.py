@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import Microbatch, batch_form, load_corpus
+from slipstream.runtime.model.layers.compiling import check_compilable
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of, gradient_form, packed, tensors_of, unpacked
 
@@ -172,3 +173,25 @@ def test_a_tuple_travels_as_one_tensor() -> None:
 def test_a_model_without_such_parts_cannot_compute_them_again() -> None:
     with pytest.raises(ConfigError, match=r"^training\.recompute names 'mlp', and no layer has that part "):
         forms(Three(ModelConfig(), 0, torch.float32, CPU), config(recompute=[1, "mlp"]))
+
+
+@pytest.mark.parametrize(("training", "message"), [
+    ({"recompute": "mlp"}, "training.compile is true, and recompute is given; expected one of them"),
+    ({"recompute": [1]}, "training.compile is true, and recompute is given; expected one of them"),
+    ({"tensor_parallel": 2}, "training.compile is true, and tensor_parallel 2; expected one of them")])
+def test_what_cannot_be_compiled_is_refused(training: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(compile=True, **training)
+
+
+def test_layers_of_ones_own_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = parse_run_config({"name": f"{HERE}:Three"}, {"compile": True})
+    with pytest.raises(ConfigError, match=r"^training\.compile is true, and model\.name is .*; expected a model that"):
+        forms(model_for(own.model, 0, torch.float32, CPU), own)
+    documents = parse_run_config({}, {"compile": True, "data": "tests.runtime.uneven_data:documents"})
+    with pytest.raises(ConfigError, match=r"^training\.compile is true, and document_end or data of one's own may cut"):
+        check_compilable(documents, CPU)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    gpt = parse_run_config({}, {"compile": True})
+    with pytest.raises(ConfigError, match=r"^training\.compile is true, and there is no C\+\+ compiler 'no-such-"):
+        forms(model_for(gpt.model, 0, torch.float32, CPU), gpt)

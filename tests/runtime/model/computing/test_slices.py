@@ -424,3 +424,35 @@ def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
         for layer in holding.modules:
             for name, tensor in whole.optimizer.layer_state(layer).items():
                 assert torch.equal(holding.optimizer.layer_state(layer)[name], tensor), (layer, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "training", "tolerance"), [
+    ({"dropout": 0.2}, {"dtype": "float64"}, 1e-9),
+    ({"dropout": 0.0}, {"dtype": "bf16"}, 5e-3)], ids=["dropout", "autocast"])
+@pytest.mark.parametrize("split", [False, True])
+def test_compiled_layers_give_the_numbers_of_others(more: dict[str, object], training: dict[str, object],
+                                                    tolerance: float, split: bool) -> None:
+    config = parse_run_config({**MODEL, **more}, {"batch": 2, "learning_rate": 0.01, "compile": True, **training})
+    assert_reproduces(config, Cluster(config, PARTITIONS[2], [2, 1], split, 0), tolerance=tolerance)
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_the_gradients_of_weights_to_w() -> None:
+    """Those of all products, and none is lost; nothing that W needs is written to by what comes before it."""
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "compile": True})
+    (stage, value, gradient), (plain, _, _) = middle(config), middle()
+    microbatches = [Microbatch(0, 0, index) for index in range(3)]
+    for one in microbatches:
+        for runner in (stage, plain):
+            runner.forward(one, value * (1 + one.index), split=True)
+    for one in microbatches:
+        for runner in (stage, plain):
+            runner.backward_input(one, gradient * (1 + one.index))
+    weights = [module.weight for module in stage.holding.modules[2].modules() if isinstance(module, nn.Linear)]
+    assert len(weights) == 4 and not any(weight.grad.any() for weight in weights if weight.grad is not None)
+    for one in microbatches:
+        for runner in (stage, plain):
+            runner.backward_weight(one)
+    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)

@@ -1,0 +1,146 @@
+"""Layers compiled by torch.compile, with the backward in two: `[training] compile`.
+
+torch.compile makes one graph of a layer's backward, and of what that gives all comes at the same time. So products with
+parameters become ops of our own in the graph that it compiles. Their backward gives the gradient of the input, and
+leaves that of the weight to W (`runtime.model.layers.split`). All else of the layer is compiled as ever.
+"""
+
+import importlib.util
+import operator
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.model.data.data import gives_more
+from slipstream.runtime.model.layers.hugging_face.configuration import read_config
+from slipstream.runtime.model.layers.split import PRODUCTS, ProductWork, leaves_work, multiplied
+from slipstream.runtime.torch_private import inductor
+
+_OPTIONS: Mapping[str, Any] = {
+    "fallback_random": True,  # what is dropped is what would be, uncompiled
+    # What is left to W is kept by us, of which the compiler knows nothing: it must not write to it.
+    "allow_buffer_reuse": False, "inplace_buffers": False}
+
+
+COMPILED = ("gpt2",)
+"""Kinds of models of transformers that are known to give the same numbers compiled."""
+
+
+def check_compilable(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError where layers cannot be compiled, or not on this machine."""
+    named = "training.compile is true, and"
+    if config.model.hugging_face is None and config.model.name != "gpt":
+        raise ConfigError(f"{named} model.name is {config.model.name!r}; expected a model that comes with the package, "
+                          "as layers of one's own may do what torch.compile does not know")
+    kind = None if config.model.hugging_face is None else read_config(config.model)["model_type"]
+    if kind is not None and kind not in COMPILED:
+        raise ConfigError(f"{named} model.hugging_face names a {kind}, whose layers are not compiled yet; expected "
+                          f"false, the GPT that comes with the package, or {', '.join(map(repr, COMPILED))}")
+    if gives_more(config.training):
+        raise ConfigError(f"{named} document_end or data of one's own may cut attention by documents, each time "
+                          "elsewhere; expected false, or neither of them")
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
+                          "or in the variable CXX")
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"{named} triton is not installed; expected it: pip install triton")
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """From now on its calls are compiled ones. What has been compiled for another layer of its kind is used again."""
+    module: Any = getattr(layer, "compiled_part", layer)
+    if not getattr(module, "is_compiled_here", False):
+        module.is_compiled_here = True
+        module.compile(backend=_backend, fullgraph=True, dynamic=False)
+
+
+def _backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What torch.compile calls with a layer's graph, and tensors without memory to call it with."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    parameters = {node for node, tensor in zip(places, inputs, strict=True)
+                  if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
+    for node in list(graph.graph.nodes):
+        _defer(graph, node, parameters)
+    graph.recompile()
+    compiled: Callable[..., Any] = inductor(graph, inputs, _OPTIONS)
+    return compiled
+
+
+def _defer(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
+    """Put our op in the place of a product with a parameter, whose other operand gets a gradient."""
+    target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
+        torch.matmul if node.target is operator.matmul else node.target
+    if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
+        return
+    try:
+        value, weight, bias, transposed = PRODUCTS[target](*node.args, **node.kwargs)
+    except TypeError:  # an argument of the less usual kind (out, alpha, ...)
+        return
+    found: Any = value
+    if weight not in parameters or (bias is not None and bias not in parameters) or not isinstance(found, fx.Node):
+        return
+    of_value, of_weight = found.meta["example_value"], weight.meta["example_value"]  # type: ignore[attr-defined]
+    if of_weight.dim() != 2 or not of_value.requires_grad:
+        return
+    kind = of_value.device.type
+    with graph.graph.inserting_before(node):
+        if torch.is_autocast_enabled(kind) and of_value.dtype != torch.float64:
+            found = graph.graph.call_method("to", (found, torch.get_autocast_dtype(kind)))
+        # Each has a number of its own: two equal ones must not become one.
+        site = sum(other.target is torch.ops.slipstream.product.default for other in graph.graph.nodes)
+        ours = graph.graph.call_function(torch.ops.slipstream.product.default, (found, weight, bias, transposed, site))
+        ours.meta = dict(node.meta)
+    node.replace_all_uses_with(ours)
+    graph.graph.erase_node(node)
+
+
+@torch.library.custom_op("slipstream::product", mutates_args=())
+def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
+    """A product with a parameter, in the value's dtype."""
+    return multiplied(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
+
+
+@product.register_fake
+def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
+    return value.new_empty(*value.shape[:-1], weight.shape[1 if transposed else 0])
+
+
+@torch.library.custom_op("slipstream::product_input", mutates_args=())
+def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
+                  transposed: bool, site: int) -> Tensor:  # noqa: ARG001
+    """The gradient of the value. That this is called leaves the weight's to W."""
+    used = weight.to(value.dtype)
+    return gradient @ (used.t() if transposed else used)
+
+
+@product_input.register_fake
+def _(gradient: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    value, weight, bias, ctx.transposed, ctx.site = inputs
+    ctx.save_for_backward(value, weight, bias)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.slipstream.product_input(gradient, *ctx.saved_tensors, ctx.transposed, ctx.site), None, None, \
+        None, None
+
+
+product.register_autograd(_backward, setup_context=_keep)
+
+
+def _work(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int  # noqa: ARG001
+          ) -> Callable[[], None]:
+    assert isinstance(weight, nn.Parameter), "the gradient would be lost"
+    return ProductWork(value, gradient, weight, bias, transposed).run
+
+
+leaves_work(torch.ops.slipstream.product_input.default, _work)
