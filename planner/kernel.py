@@ -1744,7 +1744,10 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 @inlined
 def _is_better(timing, record, now, scale):
     """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
-    longest = timing.longest.max()
+    # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
+    longest = timing.longest[0]
+    for value in timing.longest:
+        longest = max(longest, value)
     return longest < record[PERIOD] or (longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97)
 
 
