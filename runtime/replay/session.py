@@ -46,6 +46,8 @@ BYTES_TAG = 2**24
 BUCKET_BYTES = 2**20
 """Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
 ones take longer to copy than they gain."""
+_KEPT = msgspec.json.Decoder(dict[str, int])
+"""The groups that a process could use again, by name, and the order that made each."""
 
 
 class OrderEndedError(CommunicationError):
@@ -434,7 +436,7 @@ class Session:
         for process in own:
             keys.set(process, msgspec.json.encode(mine))
         keys.wait(sorted(others))
-        theirs = [msgspec.json.decode(keys.get(process), type=dict[str, int]) for process in sorted(others)]
+        theirs = [_KEPT.decode(keys.get(process)) for process in sorted(others)]
         by_process = dict(zip(sorted(others), theirs, strict=True)) | dict.fromkeys(own, mine)
         return [name for name, order in mine.items()
                 if all(by_process[member].get(name) == order for member in wanted[name].members)]
