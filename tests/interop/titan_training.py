@@ -1,9 +1,12 @@
 """What tests of torchtitan train on, and with: a tokenizer and a data set in a folder, and a model for its Trainer."""
 
 import json
+import random
 from pathlib import Path
 
 WORDS = ["pipelines", "bubble", "stage", "worker", "of", "the", "is", "a", "gradient", "dies", "returns", "and"]
+
+SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.8, "min_lr_factor": 0.1}
 
 
 def write_assets(folder: Path) -> Path:
@@ -20,7 +23,17 @@ def write_assets(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    lines = [" ".join(WORDS[(place * place + 3 * word) % len(WORDS)] for word in range(5 + 7 * place % 40))
-             for place in range(200)]
+    drawn = random.Random(0)
+    lines = [" ".join(drawn.choices(WORDS, k=5 + 7 * place % 40)) for place in range(200)]
     (data / "data.json").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return folder
+
+
+def rate(config, iteration):
+    """torchtitan's own learning rate schedule, of `tests.interop.titan_config`."""
+    import torch
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    made = LRSchedulersContainer.Config(**SCHEDULE).build(optimizers=[optimizer], training_steps=config.iterations)
+    return made.schedulers[0].lr_lambdas[0](iteration)
