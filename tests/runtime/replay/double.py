@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Operation = Callable[[Tensor, Tensor], Tensor]
 LIMIT_SECONDS = 600.0
 LOOK_SECONDS = 0.002
 SLOW = "SLIPSTREAM_TESTS_SLOW"
@@ -113,9 +114,8 @@ class Double:
         return self._later("recv", lambda: self._take(source, tensors[0]), tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Work:
-        if options is not None:
-            assert options.reduceOp == torch.distributed.ReduceOp.SUM
-        return self._later("allreduce", lambda: self._sum(tensors[0]), tensors)
+        operation = _operation(options)
+        return self._later("allreduce", lambda: self._reduce(tensors[0], operation), tensors)
 
     def broadcast(self, tensor: Tensor | Sequence[Tensor], root: Any) -> Work:
         if not isinstance(tensor, Tensor):
@@ -127,12 +127,11 @@ class Double:
         return self._later("allgather", lambda: self._gather(output, mine), [output])
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any = None) -> Work:
-        if options is not None:
-            assert options.reduceOp == torch.distributed.ReduceOp.SUM
+        operation = _operation(options)
 
         def work() -> None:
             total = input.clone()
-            self._sum(total)
+            self._reduce(total, operation)
             output.copy_(total.reshape(self._size, -1)[self._rank].view_as(output))
 
         return self._later("reduce_scatter", work, [output])
@@ -162,7 +161,8 @@ class Double:
                         poll.register(end, select.POLLRDHUP)
                         if poll.poll(0):
                             raise _LostError("a member is gone")
-                    call()
+                    with torch.no_grad():  # as a device's stream: outputs may be views made without gradients
+                        call()
                     work.over.set()
                     continue
                 except (_LostError, OSError) as lost:
@@ -196,12 +196,12 @@ class Double:
                 raise _LostError("a member is gone")
             room = room[count:]
 
-    def _sum(self, tensor: Tensor) -> None:
+    def _reduce(self, tensor: Tensor, operation: Operation) -> None:
         if self._rank == 0:
             other = torch.empty_like(tensor)
             for rank in range(1, self._size):
                 self._take(rank, other)
-                tensor.detach().add_(other)
+                tensor.detach().copy_(operation(tensor.detach(), other))
         else:
             self._put(0, tensor)
         self._to_all(tensor, 0)
@@ -219,6 +219,13 @@ class Double:
             if rank == self._rank:
                 part.copy_(mine.flatten())
             self._to_all(part, rank)
+
+
+def _operation(options: Any) -> Operation:
+    if options is not None and options.reduceOp == torch.distributed.ReduceOp.MAX:
+        return torch.maximum
+    assert options is None or options.reduceOp == torch.distributed.ReduceOp.SUM
+    return torch.add
 
 
 def _bytes(tensor: Tensor) -> memoryview:
