@@ -35,6 +35,7 @@ from slipstream.cli.fleet import (
     fail_together,
     fit_to_job,
     group_gpus,
+    places_of_nodes,
     read_availability_trace,
     single,
     throughputs_over_traces,
@@ -180,7 +181,7 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
                  fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
     """A function from a seed to a trace fitted to the job. Exits 2 where none can be made."""
     workers = job.pipelines * job.stages
-    nodes = [tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes]
+    nodes = places_of_nodes(job)
     if path is not None:
         read = functools.lru_cache(maxsize=1)(lambda: _read(path, 0, gpus))
         read()

@@ -1,11 +1,12 @@
-"""The entry point. It imports nothing before Ctrl-C is handled."""
+"""The entry point. It imports nothing but what Python has loaded already before Ctrl-C is handled."""
+
+import sys
 
 
 def main() -> None:
     """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
     try:
         import io
-        import sys
 
         # Else what goes to stderr meanwhile would come first in a file of both.
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -22,14 +23,12 @@ def main() -> None:
             _flush()
     except KeyboardInterrupt:
         import signal
-        import sys
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C during cleanup ends it at once
         sys.stderr.write("slipstream: interrupted\n")
         sys.exit(130)
     except OSError as error:
         import errno
-        import sys
 
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE):
             raise
@@ -42,7 +41,6 @@ def main() -> None:
 
 def _flush() -> None:
     """Flush stdout here: errors of the interpreter's own flush at exit could not be handled."""
-    import sys
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
@@ -51,7 +49,6 @@ def _flush() -> None:
 def _leave_plans(code: object) -> None:
     """Where a run has ended while threads plan for it, end here: at exit Python would wait for theirs for minutes."""
     import os
-    import sys
     import threading
 
     if any(thread.name == "planning" for thread in threading.enumerate()):
@@ -62,7 +59,6 @@ def _leave_plans(code: object) -> None:
 def _drop_output() -> None:
     """Discard what is still in the buffer of stdout."""
     import os
-    import sys
 
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,29 +7,12 @@ import pytest
 
 import slipstream
 from tests.patience import SECONDS
-
-JOB = """
-pipelines = 2
-stages = 2
-microbatches = 2
-[time]
-forward = 1
-backward_input = 1
-backward_weight = 1
-[model]
-blocks = 2
-width = 16
-heads = 2
-context = 16
-[training]
-batch = 1
-device = "cpu"
-"""
+from tests.runtime.running import tiny_text
 
 
 @pytest.fixture
 def job(tmp_path):
-    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=20))
     return slipstream.load(tmp_path / "job.toml")
 
 

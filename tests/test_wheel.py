@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import SECONDS
+from tests.runtime.running import tiny_text
 
 ROOT = Path(__file__).parents[1]
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -65,10 +66,7 @@ def test_an_installed_wheel_plans_checks_and_trains_beside_folders_of_the_same_n
     for name in ("cli", "runtime", "planner", "schedules"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise AssertionError('not ours')\n")
-    (tmp_path / "job.toml").write_text("pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\n"
-                                       "backward_input = 1\nbackward_weight = 1\n[model]\nblocks = 2\nwidth = 16\n"
-                                       "heads = 2\ncontext = 16\n[training]\nbatch = 1\niterations = 2\n"
-                                       "device = 'cpu'\n")
+    (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=2))
     where = run(installed / "python", "-c", "import slipstream; print(slipstream.__file__)", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
     run(installed / "slipstream", "plan", "job.toml", "--failed", "1.0", "--method", "greedy", "--out", "plan.json",

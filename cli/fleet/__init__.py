@@ -19,7 +19,13 @@
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
 
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
+from slipstream.cli.fleet.availability_trace import (
+    AvailabilityTrace,
+    fail_together,
+    fit_to_job,
+    group_gpus,
+    places_of_nodes,
+)
 from slipstream.cli.fleet.benchmark import (
     CASES,
     DOLLARS_PER_GPU_HOUR,
@@ -96,6 +102,7 @@ __all__ = [
     "fit_to_job",
     "group_gpus",
     "installed_policy",
+    "places_of_nodes",
     "read_availability_trace",
     "read_entry",
     "returned",

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.planner.job.file import Job
+
 Value = TypeVar("Value", int, float)
 
 
@@ -220,6 +222,11 @@ def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) ->
     return msgspec.structs.replace(
         trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
         changes=tuple(one for one in changes if one.anything))
+
+
+def places_of_nodes(job: Job) -> tuple[tuple[int, ...], ...]:
+    """The places that the workers of each node of a job take in a trace that is fitted to it, pipeline by pipeline."""
+    return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,

@@ -124,14 +124,14 @@ def simulate(job: "Job", trace: "str | PathLike[str] | AvailabilityTrace", polic
         compare,
         costs_for,
         fit_to_job,
+        places_of_nodes,
         read_availability_trace,
     )
 
     kinds = [POLICIES[name] for name in policies or POLICIES]
     read_trace = trace if isinstance(trace, AvailabilityTrace) else read_availability_trace(Path(trace), seed, job.ranks)
-    nodes = [tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes]
     return compare(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
-                   fit_to_job(read_trace, job.pipelines * job.stages, seed, nodes))
+                   fit_to_job(read_trace, job.pipelines * job.stages, seed, places_of_nodes(job)))
 
 
 def _workers(names: Workers) -> "tuple[Worker, ...]":

@@ -212,11 +212,21 @@ def test_what_is_computed_again_gives_the_same_numbers(recompute: object, split:
     assert_reproduces(config, Cluster(config, PARTITIONS[1], [2, 1], split, 0))
 
 
+def assert_as_one_that_keeps_all(stage, ours, microbatch: Microbatch, value: Tensor, gradient: Tensor) -> None:
+    """Bit for bit; `ours`: what the stage gave for its input."""
+    plain, _, _ = middle()
+    plain.forward(microbatch, value, split=True)
+    theirs = plain.backward_input(microbatch, gradient)
+    plain.backward_weight(microbatch)
+    assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_what_is_computed_again_is_not_held() -> None:
     """Of a block only its input stays from F to I; W then has what it needs."""
     config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "recompute": [2]})
     stage, value, gradient = middle(config)
-    plain, _, _ = middle()
     made: list[StorageWeakRef] = []
     for module in stage.holding.modules[2].modules():
         module.register_forward_hook(lambda module, args, output: made.append(StorageWeakRef(output.untyped_storage())))
@@ -228,12 +238,7 @@ def test_what_is_computed_again_is_not_held() -> None:
     ours = stage.backward_input(microbatch, gradient)
     assert len(made) > first, "the forward was not run again"
     stage.backward_weight(microbatch)
-    plain.forward(microbatch, value, split=True)
-    theirs = plain.backward_input(microbatch, gradient)
-    plain.backward_weight(microbatch)
-    assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
-    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
-        assert torch.equal(mine, other)
+    assert_as_one_that_keeps_all(stage, ours, microbatch, value, gradient)
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [
@@ -244,7 +249,6 @@ def test_of_a_part_that_is_computed_again_only_what_it_takes_is_held(recompute: 
     """From F to I: here looked at for what goes into the four products. Gradients are those of one that keeps all, bit
     for bit."""
     stage, value, gradient = middle(parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "recompute": recompute}))
-    plain, _, _ = middle()
     stored: dict[str, StorageWeakRef] = {}
     runs = {"attention.qkv": 0, "up": 0}
 
@@ -262,12 +266,7 @@ def test_of_a_part_that_is_computed_again_only_what_it_takes_is_held(recompute: 
     ours = stage.backward_input(microbatch, gradient)
     assert runs == {"attention.qkv": 1 + ("attention.qkv" not in kept), "up": 1 + ("up" not in kept)}
     stage.backward_weight(microbatch)
-    plain.forward(microbatch, value, split=True)
-    theirs = plain.backward_input(microbatch, gradient)
-    plain.backward_weight(microbatch)
-    assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
-    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
-        assert torch.equal(mine, other)
+    assert_as_one_that_keeps_all(stage, ours, microbatch, value, gradient)
 
 
 def test_a_layer_that_is_not_there_cannot_be_computed_again() -> None:
