@@ -190,6 +190,13 @@ class Throughputs:
             self._one_f_one_b[pipelines] = self.samples / self._one_f_one_b_period(pipelines)
         return self._one_f_one_b[pipelines]
 
+    def relative(self, whole: float, now: float) -> float:
+        """By the formula of another system: 1F1B's throughput on all pipelines, where the micro-batches of an iteration
+        take `now` seconds in place of `whole`, and the longest optimizer step follows.
+        """
+        step = self.loads.longest_step
+        return self.one_f_one_b(self.job.pipelines) * (whole + step) / (now + step)
+
     def _one_f_one_b_period(self, pipelines: int) -> float:
         total = sum(self.job.microbatches)
         counts = self.job.microbatches if pipelines == self.job.pipelines else \

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
 from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed
 from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
@@ -44,18 +44,13 @@ class Malleus(Policy):
         """The machines of each pipeline."""
         self._pipeline_of: dict[int, list[int]] = {}
         """That of each machine."""
-        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
+        self._layers = self.throughputs.loads.layers
         self._seconds = self._iteration(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
         """The largest power of two; all where none is missing."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
-
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on the job's own grid."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     def steady_rate(self, failures: int) -> float:
         """With failures spread over pipelines."""
@@ -75,10 +70,8 @@ class Malleus(Policy):
         for machine in gone:
             self._pipeline_of.pop(machine).remove(machine)
         self._fill(change.added)
-        if self.needs_checkpoint(remaining) or lost:
-            return self.restart(self._current_rate(), remaining)
-        return self.resume_training(self._current_rate(), self.switch, self.load,
-                                    lost_samples=self.lost_samples(remaining, worker_died=bool(gone)))
+        return self.go_on(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(gone),
+                          state_lost=lost)
 
     def _fill(self, machines: Sequence[int]) -> None:
         """Put machines into the shortest pipelines, and move some where lengths differ by more than one."""
@@ -105,9 +98,7 @@ class Malleus(Policy):
         """Samples per second of so many pipelines whose machines have these factors, ascending."""
         if not pipelines:
             return 0.0
-        clock = self.throughputs.job.time
-        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
-        return self.fault_free_rate * (self._seconds + step) / (self._iteration(pipelines) + step)
+        return self.throughputs.relative(self._seconds, self._iteration(pipelines))
 
     def _iteration(self, pipelines: Pipelines) -> float:
         """Seconds of an iteration on pipelines that are each cut by speed (`fastest_split`)."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds, layers_of
+from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds
 from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
@@ -28,11 +28,6 @@ class Oobleck(Policy):
         self._idle: list[int] = []
         self._min_nodes = -(-scenario.stages // 2)
         """Fewest nodes of a pipeline."""
-
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on the job's own grid."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     def steady_rate(self, failures: int) -> float:
         """The better of failures spread over pipelines and failures that take whole pipelines away."""
@@ -61,10 +56,8 @@ class Oobleck(Policy):
         self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         self._instantiate()
         rate = self.rate([len(nodes) for nodes in self._pipelines])
-        if self.needs_checkpoint(remaining) or layers_lost:
-            return self.restart(rate, remaining)
-        return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
-                                    lost_samples=self.lost_samples(remaining, worker_died=died))
+        return self.go_on(rate, remaining, Phase(Cause.SWITCH, self.costs.oobleck_seconds), worker_died=died,
+                          state_lost=layers_lost)
 
     def _instantiate(self) -> None:
         """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""
@@ -105,13 +98,10 @@ class Oobleck(Policy):
         counts = Counter(lengths)
         if not counts:
             return 0.0
-        job = self.throughputs.job
-        layers, microbatches = layers_of(job), sum(job.microbatches)
-        fault_free = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
-        clock = job.time
-        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        layers, microbatches = self.throughputs.loads.layers, sum(self.throughputs.job.microbatches)
+        whole = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
         now = iteration_seconds(layers, tuple(sorted(counts.items())), microbatches)
-        return self.fault_free_rate * (fault_free + step) / (now + step)
+        return self.throughputs.relative(whole, now)
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:

@@ -25,11 +25,6 @@ class Restart(Policy):
         """When the job restarts on more pipelines, if it is going to."""
         self._rate = 0.0
 
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on all pipelines."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
-
     def steady_rate(self, failures: int) -> float:
         """On whole pipelines."""
         return self.throughputs.one_f_one_b((self.scenario.workers - failures) // self.scenario.stages)

@@ -63,11 +63,8 @@ class Spares(Policy):
         rate = self._current_rate()
         if not died and rate == rate_before:
             return remaining
-        if self.needs_checkpoint(remaining) or lost:
-            return self.restart(rate, remaining)
-        return self.resume_training(rate, Phase(Cause.SWITCH, self._seconds_to_replace),
-                                    self.load,
-                                    lost_samples=self.lost_samples(remaining, worker_died=died))
+        return self.go_on(rate, remaining, Phase(Cause.SWITCH, self._seconds_to_replace), self.load, worker_died=died,
+                          state_lost=lost)
 
     def _remove_dead(self, gone: Collection[int]) -> bool:
         """Take dead machines out of the pipelines: whether some stage has no machine any more."""

@@ -29,13 +29,8 @@ class TorchFT(Policy):
         self._ready = 0.0
         """When they join."""
 
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on all groups."""
-        return self._rate_of(self.scenario.pipelines)
-
     def _rate_of(self, groups: int) -> float:
-        return self.throughputs.one_f_one_b(self.scenario.pipelines) * groups / self.scenario.pipelines
+        return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
         """After the workers of dropped groups have formed whole groups."""
