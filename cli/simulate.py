@@ -12,7 +12,14 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
+from slipstream.cli.drawing.simulation_report import (
+    described,
+    page,
+    seconds,
+    tokens_per_gpu_hour,
+    verdict,
+    worker_hours,
+)
 from slipstream.cli.fleet import (
     FAILURE_MODELS,
     PLAN_SECONDS,
@@ -121,6 +128,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     kinds = _policies(policy)
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
+    make: Callable[[int], AvailabilityTrace]
     if failed:
         dead = failed_workers(wanted, failed, None)
         make = functools.cache(lambda _: _died(wanted, dead, days or 1.0, gpus or wanted.ranks))
@@ -361,12 +369,13 @@ def _print(result: Comparison, job: Job, tokens: int | None, searched: str) -> N
 
 def _measures(result: Comparison, tokens: int | None) -> Grid:
     """ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
-    grid = Grid("policy", "ETTR", "goodput", "s to recover", "tokens/GPU-hour", box=None, header_style="bold")
+    grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
+                header_style="bold")
     for name, run in result.runs.items():
         made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
         grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
-                     f"{run.seconds_to_recover:.3g}",
-                     f"{made:.4g}" if made is not None else "-", style="dim" if POLICIES[name].is_reference else None)
+                     seconds(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
+                     style="dim" if POLICIES[name].is_reference else None)
     return grid
 
 

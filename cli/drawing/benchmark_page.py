@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS
+from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, seconds
 from slipstream.cli.drawing.svg_chart import bars, tornado
 from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
@@ -22,7 +22,6 @@ from slipstream.cli.fleet import (
 
 FIRST, SECOND = "#2f81f7", "#d29922"
 """Of the two values of a parameter."""
-OURS = ("slipstream", "slipstream-fixed")
 READING = ("Goodput: samples trained, over those of the best policy if all workers were alive all the time. Higher is "
            "better; 100 % is a cluster that never fails. ETTR: share of the time in which something is trained for the "
            "first time, at whatever speed. Dollars: at {price:g} for an hour of each GPU of the cluster, idle, spare "
@@ -101,7 +100,7 @@ def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
         shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
         f"{one.spread(lambda measures: measures.tokens).mean / 1e9:,.0f}",
         shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
-        f"{one.spread(lambda measures: measures.seconds_to_recover).mean:.3g}")) for one in ranked]
+        seconds(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
 
 
 HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")

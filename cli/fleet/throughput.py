@@ -2,7 +2,8 @@
 
 Schedules are planned within a short time of counted steps (`planner.periods`), so that one job has the same figures on
 any machine. With a table, the periods of its entries are used where they fit. Where a large job has peers enough for
-every failure to have its own, the plans for one failure in each stage make that for all (`Throughputs._apart`).
+every failure to have its own, the plans for one failure in each stage make that for all, where that is proven to be the
+shortest (`Throughputs._apart`).
 """
 
 import math

@@ -57,7 +57,8 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert "slipstream trains" in result.stdout and "x oobleck" in result.stdout
     assert "drawn at random: the file says how many" in result.stderr.replace("\n", " ")
     text = (tmp_path / "job-simulation.html").read_text()
-    assert text.startswith("<!doctype html>") and "Lost time by cause" in text
+    assert text.startswith("<!doctype html>") and "Hours lost, by cause" in text
+    assert "slipstream trains most: " in text and ", the last." in text
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
 
@@ -280,7 +281,7 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
     browse(browser, page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels.shape == (1900, 1050, 3)
-    for name in ("slipstream", "oobleck", "bamboo"):  # each line is drawn
+    for name in ("slipstream", "oobleck", "checkpoint-restart"):  # in legends, or drawn
         wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
     filled = (pixels.min(axis=2) < 200).mean()
@@ -292,9 +293,13 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
 def test_lines_can_be_switched_off(browser, job, tmp_path):
     assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
     page = tmp_path / "job-simulation.html"
-    click = "<script>document.querySelector('input[value=oobleck]').click()</script></body>"
-    page.write_text(page.read_text().replace("</body>", click))
+    text = page.read_text()
+    first = [part.split(">")[0] for part in text.split("<polyline ")[1:]]
+    before = {line.split('data-name="')[1].split('"')[0] for line in first if "display: none" not in line}
+    assert "slipstream" in before and 3 <= len(before) <= 4  # and the live workers
+    click = "".join(f"document.querySelector('input[value={name}]').click();" for name in ("slipstream", "bamboo"))
+    page.write_text(text.replace("</body>", f"<script>{click}</script></body>"))
     shown = browse(browser, page, "--dump-dom")
     lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
-    hidden = [line for line in lines if "display: none" in line]
-    assert len(lines) == len(POLICIES) + 1 and len(hidden) == 1 and 'data-name="oobleck"' in hidden[0]
+    after = {line.split('data-name="')[1].split('"')[0] for line in lines if "display: none" not in line}
+    assert len(lines) == len(POLICIES) + 1 and after == (before ^ {"slipstream", "bamboo"})
