@@ -66,10 +66,10 @@ def out_of(width: int | None) -> Console:
 
 
 def screen(beside: Iterable[str]) -> int | None:
-    """Lines that are left on the screen beside these, folded as they are printed; None where the output is no terminal."""
+    """Lines that are left on the screen beside these, folded as they are printed; None where there is no terminal."""
     if not out.is_terminal:
         return None
-    return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2  # the file's name, the prompt
+    return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2  # the file, the prompt
 
 
 def print_json(answer: Mapping[str, object]) -> None:
