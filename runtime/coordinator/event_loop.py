@@ -13,6 +13,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import apart
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.context import Listeners
@@ -95,7 +96,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run))
+                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run), apart)
         setup = run.setup
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
