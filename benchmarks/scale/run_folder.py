@@ -3,9 +3,9 @@
     python -m benchmarks.scale.run_folder [--workers 4096] [--iterations 10000] [--every 100] [--out DIR]
 
 Writes a run's folder as node 0 does, with schedules that are planned for it: every so many iterations a machine of
-eight workers fails, the others go on at once, layers move while all train, a worker is slow for a while, and the machine
-comes back. Iterations take 5 s, 10 s at once and 6 s settled, spread by 1 %. Nothing computes them. Then `slipstream
-show --run` reads the folder: for the terminal, as JSON, and as a page.
+eight workers fails, the others go on at once, layers move while all train, a worker is slow for a while, and the
+machine comes back. Iterations take 5 s, 10 s at once and 6 s settled, spread by 1 %. Nothing computes them. Then
+`slipstream show --run` reads the folder: for the terminal, as JSON, and as a page.
 """
 
 import argparse
