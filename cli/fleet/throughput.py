@@ -31,19 +31,19 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None,
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, slices: bool = False,
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move (None: by the size of the job). `announce` is called with one line
-        before each plan.
+        layers in place and with layers that move (None: by the size of the job). `slices`: whether the former may
+        cut micro-batches; what that gains is little, and takes time where hundreds of states are planned. `announce` is
+        called with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        # Whole stages only: what slices gain at once is little, and hundreds of states are planned.
-        self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
+        self._options = PlanOptions(method="greedy", steps=0, slices=slices).within(plan_seconds)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
