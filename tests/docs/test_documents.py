@@ -117,20 +117,20 @@ def test_what_a_failure_costs(row, plan, counted_steps):
 
 
 def test_what_a_failure_costs_under_each_policy(tmp_path, counted_steps):
-    """`simulate` prints what the table has, where no layers move: for these a search is over at once."""
+    """`simulate` prints what the table has. Rows of this planner are searched for, and asked of `plan` above."""
     job = tmp_path / "job.toml"
     job.write_text(preset("llama-3-8b"))
-    rows = {name: text for name, text in failure_cost.ROWS.items() if name != "slipstream"}
+    rows = {name: text for name, text in failure_cost.ROWS.items() if not name.startswith("slipstream")}
     chosen = [part for name in rows for part in ("--policy", name)]
     for place, dead in ((1, ONE), (2, FIVE)):
         failed = [part for worker in dead for part in ("--failed", str(worker))]
-        done = CliRunner().invoke(app, ["simulate", str(job), *failed, "--parameters", "8e9", "--json", *chosen])
+        done = CliRunner().invoke(app, ["simulate", str(job), *failed, "--steps", "2000000", "--parameters", "8e9",
+                                        "--json", *chosen])
         assert done.exit_code == 0, done.output
         answer = json.loads(done.stdout)
         for policy, row in rows.items():
             assert answer["policies"][policy] == pytest.approx(samples(row)[place], abs=0.06)
-            if policy != "slipstream-fixed":  # its whole figure is that with layers moved
-                assert answer["fault_free"][policy] == pytest.approx(samples(row)[0], abs=0.06)
+            assert answer["fault_free"][policy] >= samples(row)[0] - 0.06  # less what checkpoints cost
     assert list(map(str, FIVE)) == list(failure_cost.DEAD)
 
 
