@@ -98,8 +98,8 @@ FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES,
 Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=FAILURES, metavar="D.S", help=(
     "No trace: this worker, PIPELINE.STAGE, dies in the first minute and stays away; may be repeated. --days: 1."))]
 Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
-    "Search for so many counted steps for each plan, and cut micro-batches, as `plan` does. A core makes about 400,000 "
-    f"a second. Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))]
+    "Search for so many counted steps for each plan, as `slipstream plan` does. A core makes about 400,000 a second. "
+    f"Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
                                             metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
@@ -280,7 +280,7 @@ def _throughputs(job: Job, samples: float, table: Table | None, steps: int | Non
             return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
         seconds = steps * STEP_SECONDS
         return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe, plan_seconds=seconds,
-                           settle_seconds=seconds, slices=True)
+                           settle_seconds=seconds, thorough=True)
     except NoPlanError as error:
         answer_no(error)
     except ValueError as error:

@@ -30,7 +30,7 @@ ROWS = {
 def reproduce(progress: CountCallback) -> Figure:
     """Samples per second by policy, and the loss against the same policy with all workers alive."""
     job = parse_job(preset(PRESET))
-    throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, slices=True)
+    throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True)
     kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
     found = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
