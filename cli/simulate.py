@@ -129,8 +129,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
     make: Callable[[int], AvailabilityTrace]
+    dead = failed_workers(wanted, failed, None)
     if failed:
-        dead = failed_workers(wanted, failed, None)
         make = functools.cache(lambda _: _died(wanted, dead, days or 1.0, gpus or wanted.ranks))
     else:
         make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
@@ -146,7 +146,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, known, steps, describe)
+            throughputs = _throughputs(wanted, samples, known, steps, dead, describe)
             if seeds > 1:
                 if (trace is not None or failed) and _same(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
@@ -273,14 +273,14 @@ def _table(folder: Path) -> Table:
 
 
 def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
-                 describe: Callable[[str], None]) -> Throughputs:
+                 dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
         if steps is None:
             return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
         seconds = steps * STEP_SECONDS
         return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe, plan_seconds=seconds,
-                           settle_seconds=seconds, thorough=True)
+                           settle_seconds=seconds, thorough=True, dead=dead)
     except NoPlanError as error:
         answer_no(error)
     except ValueError as error:

@@ -7,7 +7,7 @@ shortest (`Throughputs._apart`).
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -33,11 +33,13 @@ class Throughputs:
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
+                 dead: Sequence[Worker] = (),
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
         layers in place and with layers that move (None: by the size of the job). `thorough`: the former are searched
         for as `slipstream plan` does, and may cut micro-batches; it takes all of its time for each, where list
-        schedules take a hundredth. `announce` is called with one line before each plan.
+        schedules take a hundredth. `dead`: then plans for as many failures are for these workers. `announce` is called
+        with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
@@ -45,13 +47,13 @@ class Throughputs:
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
         self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
-        self._thorough = thorough
+        self._thorough, self._dead = thorough, sorted(dead)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
         self.loads = Loads(self.job)
-        self._settled = SettledPlans(self.job, announce, settle_seconds)
+        self._settled = SettledPlans(self.job, announce, settle_seconds, dead)
         self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
@@ -149,6 +151,8 @@ class Throughputs:
         """
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
+        if sorted(worker.column for worker in self._dead) == columns:
+            failed = self._dead
         schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), self.job,
                              failed).schedule
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"

@@ -86,6 +86,8 @@ def test_dead_workers_cost_what_plan_says_for_them(job):
         made = answer["policies"]
         plan = json.loads(slipstream("plan", job, *failed, "--json", *steps).stdout)
         assert made["slipstream-fixed"] == pytest.approx(15 / plan["period"], rel=2e-3)
+        moved = json.loads(slipstream("plan", job, *failed, "--layers", "move", "--json", *steps).stdout)
+        assert made["slipstream"] >= 15 / moved["period"] * (1 - 2e-3)
         assert made["recycle"] <= made["slipstream-fixed"] <= made["slipstream"]
     said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--seeds", 2)
     assert "all 2 runs over 0.1 dead would be equal" in said.stderr and "1 trace" in said.stdout

@@ -30,18 +30,21 @@ ROWS = {
 def reproduce(progress: CountCallback) -> Figure:
     """Samples per second by policy, and the loss against the same policy with all workers alive."""
     job = parse_job(preset(PRESET))
-    throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True)
     kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
     found = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
-        trace = died(job, [Worker.parse(worker) for worker in dead])
+        workers = [Worker.parse(worker) for worker in dead]
+        throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
+                                  dead=workers)
+        trace = died(job, workers)
         found[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
         progress(done, 1 + len(CASES))
     values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in found.items()}
     rows: list[tuple[Cell, ...]] = []
     for policy, text in ROWS.items():
         whole, *others = (one[policy] for one in values.values())
-        rows.append((text, f"{whole:.1f}", *(f"{value:.1f} ({100 * (value / whole - 1):.0f} %)" for value in others)))
+        rows.append((text, f"{whole:.1f}", *(
+            f"{value:.1f} ({round(100 * (value / whole - 1))} %)" for value in others)))
     return Figure(
         name="failure-cost", title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
         kind="bars", x_label="", y_label="samples per second", x=tuple(ROWS),
