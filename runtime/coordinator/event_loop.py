@@ -13,10 +13,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import apart
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.context import Listeners
 from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.loss_file import LossFile
@@ -94,7 +96,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run))
+                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run), apart)
         setup = run.setup
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
@@ -109,6 +111,7 @@ class EventLoop:
                                 run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
                                 went_back=commits.go_back), domains=FailureDomains(setup.failure_domains),
+            costs=None if run.length_costs is None else CostFit(run.length_costs, Placement(setup.cuts)),
             whole_schedules=run.whole_schedules)
         self._take_over = None
         if run.behind is not None:

@@ -132,7 +132,6 @@ def test_a_wider_question_is_not_answered_worse(name):
         made["in place"].period_ticks) <= made["whole"].seconds(made["whole"].period_ticks)
 
 
-@pytest.mark.xfail(strict=True, reason="CP-SAT improves the plan in place only where it is the last one improved")
 def test_layers_that_may_move_leave_the_plan_in_place_as_good():
     job = grid(2, 2, 1, times="forward = 1\nbackward_input = 0.3\nbackward_weight = 0.3\nall_reduce = [0, 1]\n"
                "transfer = 0.1\nslow = {'0.1' = 0.5, '1.0' = 1.34}")

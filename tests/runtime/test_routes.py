@@ -108,6 +108,7 @@ def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plans_here")
 @pytest.mark.parametrize("kills", [
     [("1.2", 1, 3), ("0.0", 3, "A")], [("0.1", 1, "O"), ("1.3", 3, "stepped")],
     [("1.0", 1, "reported"), ("0.3", 3, 9)]])
