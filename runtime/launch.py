@@ -282,6 +282,7 @@ class _Launch:
                    layer_bytes=() if resilience.settling is None else state_bytes(
                        self.fit.model, self.config.training, self.schedule.grid.pipelines),
                    shared_layers=self.fit.shared_layers, whole_schedules=self.fit.whole_schedules,
+                   length_costs=self.fit.length_costs,
                    elements=self.fit.elements, secret=settings.secret, notify=options.notify,
                    grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,

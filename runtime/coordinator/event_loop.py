@@ -18,6 +18,7 @@ from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.context import Listeners
 from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.loss_file import LossFile
@@ -110,6 +111,7 @@ class EventLoop:
                                 run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
                                 went_back=commits.go_back), domains=FailureDomains(setup.failure_domains),
+            costs=None if run.length_costs is None else CostFit(run.length_costs, Placement(setup.cuts)),
             whole_schedules=run.whole_schedules)
         self._take_over = None
         if run.behind is not None:
