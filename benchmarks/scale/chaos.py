@@ -4,8 +4,8 @@
 
 Node 0's event loop, its handshakes, frames and proofs, heartbeats, commits, orders, fetches and take-overs are those of
 any run. Schedules are scripted: the first one without the workers that are down, which takes a random time. Faults come
-one every `--seconds` on average: a worker dies; a node agent, with its workers; a machine or four, without a word; node
-0; somebody is silent for less than the heartbeat timeout, or for longer. Whoever dies comes back.
+one every `--seconds` on average: a worker dies; a node agent, with its workers; a machine, or a rack of them, without a
+word; node 0; somebody is silent for less than the heartbeat timeout, or for longer. Whoever dies comes back.
 
 Checked at each step: the run commits within two minutes of virtual time; each iteration is committed once and in order;
 nobody is told to go on from an iteration that it cannot reach by undoing one step at most; nobody is given up who lives
@@ -49,8 +49,10 @@ PATIENCE = 120.0
 """Without a commit."""
 FAULTS = {"worker": 60, "agent": 8, "machine": 8, "rack": 3, "pause": 10, "silence": 8, "node 0": 3}
 """How often each is drawn."""
-RACK = 4
-"""Machines."""
+RACKS = 16
+"""Of all machines, each at least two."""
+RETURN = 900.0
+"""Seconds after the last fault, in which all are to be back."""
 BACK = 1.0, 20.0
 """Seconds until an agent is there again."""
 
@@ -169,10 +171,16 @@ class World:
         self._acknowledged: Counter[int] = Counter()
         self._blocked = False
         """Whether a member has died before it gave the others what they need of it."""
-        self._serving: asyncio.Task[None] | None = None
+        self.serving: asyncio.Task[None] | None = None
+        self.raised: BaseException | None = None
+        """First, by what events called."""
+        loop.set_exception_handler(self._keep)
         self._stack = contextlib.ExitStack()
         self._port = 0
         self.epoch = 0
+
+    def _keep(self, _: object, context: dict[str, Any]) -> None:
+        self.raised = self.raised or context.get("exception") or BrokenError(context["message"])
 
     def latency(self) -> float:
         """Of a delivery: mostly short, now and then a second."""
@@ -185,22 +193,24 @@ class World:
         behind = Rendezvous(LOOPBACK, self._port) if self._port else None
         events = self._stack.enter_context(leading(
             self.first, self.folder, cast(Marks, _Told(self)), cast(NodeProcesses, self.processes), behind=behind,
-            scheduler=self._without, timeout=TIMEOUT, faults_per_hour=10**6))
+            scheduler=self._without, timeout=TIMEOUT, faults_per_hour=10**6, absent=() if behind is None else [
+                worker for worker in self.every if self.node_of[worker] or worker not in self.live]))
         listener, address = listen(None)
         self._stack.callback(listener.close)
         self._port = address.port
-        self._serving = self.loop.create_task(events.serve(listener, StopSignals()))
+        self.serving = self.loop.create_task(events.serve(listener, StopSignals()))
 
     async def lose_node_0(self) -> None:
         """It dies, and another one takes over."""
-        assert self._serving is not None
+        assert self.serving is not None
         self.loop.nobody_serves()
-        self._serving.cancel()
+        self.serving.cancel()
         for one in (*self.live.values(), *self.agents.values()):
             cast(virtual.Wire, one._transport).cut_silently() if one._transport is not None else None
         with contextlib.suppress(asyncio.CancelledError):
-            await self._serving
+            await self.serving
         self._stack.close()
+        self.serving = None
         await asyncio.sleep(self.random.uniform(0.0, 3.0))
         self.lead()
 
@@ -216,7 +226,8 @@ class World:
 
     def _commit(self, iteration: int) -> None:
         if iteration != self.committed + 1:
-            raise BrokenError(f"iteration {iteration} is committed after {self.committed}")
+            self.raised = self.raised or BrokenError(f"iteration {iteration} is committed after {self.committed}")
+            raise self.raised  # node 0 fails with another error then
         self.longest = max(self.longest, self.loop.now - self.committed_at)
         self.committed, self.committed_at = iteration, self.loop.now
         self.count["commits"] += 1
@@ -401,8 +412,8 @@ class World:
             if not self._nodes_die([self.random.choice(nodes)], silently=kind == "machine"):
                 return
         elif kind == "rack":
-            first = self.random.choice(nodes)
-            if not self._nodes_die([node for node in range(first, first + RACK) if node in nodes], silently=True):
+            first, size = self.random.choice(nodes), max(2, len(nodes) // RACKS)
+            if not self._nodes_die([node for node in range(first, first + size) if node in nodes], silently=True):
                 return
         elif worker in self.live and self._may_die([worker]):
             longer = kind == "silence"
@@ -413,9 +424,11 @@ class World:
         self.count[kind] += 1
 
     def look(self) -> None:
-        """Whether it goes on."""
-        if self._serving is not None and self._serving.done() and not self._serving.cancelled():
-            raise self._serving.exception() or BrokenError("the run has ended")
+        """Whether it goes on. Raises what was raised meanwhile."""
+        if self.raised is not None:
+            raise self.raised
+        if self.serving is not None and self.serving.done() and not self.serving.cancelled():
+            raise self.serving.exception() or BrokenError("the run has ended")
         if self.loop.now - self.committed_at > PATIENCE:
             raise BrokenError(f"nothing is committed since {self.committed_at:.1f} s, at {self.loop.now:.1f} s")
 
@@ -423,6 +436,12 @@ class World:
     def whole(self) -> bool:
         """Whether all take part again."""
         return len(self.members & self.live.keys()) == len(self.every)
+
+    def missing(self) -> str:
+        """Who takes no part, and why."""
+        return ", ".join(f"{worker} of node {self.node_of[worker]}" + (
+            "" if worker in self.live else ", which is dead") for worker in sorted(set(self.every) - (
+                self.members & self.live.keys())))
 
     def end(self) -> None:
         """Whatever it has written is whole."""
@@ -462,13 +481,15 @@ def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float 
             while world.committed < 2:
                 await asyncio.sleep(1.0)
                 world.look()
-            done = 0
+            done, last = 0, loop.now
             while done < faults or not world.whole:
+                if done == faults and loop.now > last + RETURN:
+                    raise BrokenError(f"not back {RETURN:.0f} s after the last fault: {world.missing()}")
                 await asyncio.sleep(world.random.expovariate(1 / seconds) if done < faults else 1.0)
                 world.look()
                 if done < faults:
                     await world.fault()
-                    done += 1
+                    done, last = done + 1, loop.now
                     if done % 20 == 0:
                         say(f"{done} faults, {world.count['deaths']} deaths, {world.committed + 1} iterations, "
                             f"{len(world.live)} live, {loop.now - virtual.BEGIN:.0f} s")
@@ -488,7 +509,13 @@ def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float 
 def _planned_later(world: World) -> Iterator[None]:
     """Plans take up to some seconds of virtual time; while one is made, more may die."""
     def background(work: Callable[[], Any], done: Callable[[Any], None], **_: object) -> None:
-        world.loop.call_later(world.random.choice((0.05, 0.5, 4.0)), lambda: done(tried(work)))
+        asking = world.serving
+
+        def answer() -> None:
+            if world.serving is asking:  # else it has ended with who asked
+                done(tried(work))
+
+        world.loop.call_later(world.random.choice((0.05, 0.5, 4.0)), answer)
 
     with mock.patch.object(event_loop, "apart", background):
         yield

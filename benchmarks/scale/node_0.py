@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -36,7 +36,7 @@ from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
 from slipstream.runtime.protocol.setup import FormSpec, Setup
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import LeftBehind
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
 MARKS = "marks.jsonl"
@@ -110,8 +110,10 @@ def profiled(path: Path | None) -> Iterator[None]:
 @contextlib.contextmanager
 def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *, behind: Rendezvous | None,
             timeout: float, scheduler: Scheduler, at_speeds: SchedulerAtSpeeds | None = None,
-            rebalancer: Rebalancer | None = None, faults_per_hour: int = 0) -> Iterator[EventLoop]:
-    """What leads a run, or goes on where another has died. `timeout`: seconds without a sign of life."""
+            rebalancer: Rebalancer | None = None, faults_per_hour: int = 0,
+            absent: Sequence[Worker] = ()) -> Iterator[EventLoop]:
+    """What leads a run, or goes on where another has died. `timeout`: seconds without a sign of life; `absent`: workers
+    of this node that have died before."""
     shares = shares_of([seat.worker for seat in first.seats])
     domains = find_domains(first.grid, shares, 1, ())
     left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,
@@ -130,7 +132,8 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
                                                  lambda iteration, _: mark("committed", iteration=iteration), metrics))
         event_log = stack.enter_context(EventLog(folder, lambda: log.next_iteration,
                                                  both(metrics.observe, mark.event)))
-        yield EventLoop(run, log, loss_file, ProcessManager(local, places, faults_per_hour=faults_per_hour), event_log)
+        yield EventLoop(run, log, loss_file, ProcessManager(
+            local, places, absent=absent, faults_per_hour=faults_per_hour), event_log)
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
 
+from slipstream.runtime.protocol.channel import SILENT_SECONDS
+
 BEGIN = 1000.0
 
 
@@ -95,9 +97,10 @@ class Wire(asyncio.Transport):
             self._target.data_received(data)
 
     def cut_silently(self) -> None:
-        """The machine is gone: neither end hears anything any more."""
+        """The machine is gone: neither end hears anything any more, until the system gives up at the other one."""
         self.cut = self.other.cut = True
         self.other._lost()
+        self._loop.call_later(SILENT_SECONDS, self._lost)
 
     def close(self) -> None:
         """Once all has arrived."""
