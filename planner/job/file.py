@@ -99,6 +99,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Model layers of each virtual stage, where the job says so."""
     layer_values: LayerValues | None = None
     """The `[layers]` table."""
+    overlap: bool = False
+    """Whether reductions occupy links, and go on beside compute: `[network] overlap`."""
     nodes: Nodes = ()
     """The workers that share a node, and so fail together. Empty where the job does not say."""
     model: Mapping[str, Any] = {}
@@ -163,6 +165,7 @@ def _job(table: TomlTable) -> Job:
     if table.has("layers"):
         layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
     nodes = read_nodes(table.table("topology"), pipelines, stages) if table.known("topology") else ()
+    overlap = _overlap(table.table("network")) if table.known("network") else False
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
@@ -170,8 +173,16 @@ def _job(table: TomlTable) -> Job:
     count("training.tensor_parallel", training.get("tensor_parallel", 1), 1, MAX_RANKS)
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
-               columns=columns, chains=chains, layers=layers, layer_values=layer_values, nodes=nodes, model=model,
-               training=training)
+               columns=columns, chains=chains, layers=layers, layer_values=layer_values, overlap=overlap, nodes=nodes,
+               model=model, training=training)
+
+
+def _overlap(table: TomlTable) -> bool:
+    overlap = table.take("overlap", False)
+    table.finish()
+    if not isinstance(overlap, bool):
+        raise JobError(f"network.overlap is {shortened(overlap)}; expected true or false")
+    return overlap
 
 
 _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
