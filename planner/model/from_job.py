@@ -158,7 +158,7 @@ def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapp
 @lru_cache(maxsize=8)
 def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
     """Each micro-batch along its chain, on the workers of its pipeline."""
-    routes = {}
+    routes: dict[MicroBatch, tuple[Visit, ...]] = {}
     for pipeline, count in enumerate(grid.microbatches):
         chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column)) for stage in grid.path(chain))
                   for chain in range(grid.chains)]
