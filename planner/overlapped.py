@@ -11,7 +11,8 @@ What cannot be hidden is the reduction of the layers whose W is last: `bounding_
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
+from slipstream.planner.job.network import Network
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
@@ -26,26 +28,27 @@ from slipstream.schedules.precedence import OpKey, waits
 from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
 from slipstream.schedules.schedule import period_ticks as window_ticks
 
-CUT = (0, 1, 2, 3, 4, 6, 8, 12)
+CUT = (1, 2, 3, 4, 6, 8, 12)
 """Micro-batches of each worker that are cut, the last ones; the number with the shortest period counts."""
+FEW = (2, 6)
 LARGE = 200_000
 """Of so many ops, only the middle of these is tried."""
 ROUNDED = 1e-5
 """Where ticks of a plan are finer than those that its bound is proven in, times are rounded otherwise."""
-MOST_PIECES = 32
-"""Into which layers that are reduced together are divided at most."""
+PIECES = (32, 8, 4, 2)
+"""Into which layers that are reduced together are divided at most; but the first, where each piece has a latency."""
 
 FINAL = (OpKind.W, OpKind.B)
 
 
 def overlaps(job: Job) -> bool:
     """Whether reductions are to be planned beside compute, and take time."""
-    return job.overlap and any(job.time.all_reduce)
+    return job.network.overlap and any(job.time.all_reduce)
 
 
 def without_reductions(job: Job) -> Job:
     """The job as if reductions took no time."""
-    return replace(job, overlap=False, time=replace(job.time, all_reduce=(0.0,) * len(job.time.all_reduce)))
+    return replace(job, network=Network(), time=replace(job.time, all_reduce=(0.0,) * len(job.time.all_reduce)))
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
@@ -63,9 +66,9 @@ def _with_exposed(problem: Problem, job: Job) -> Problem:
     ticks = [round(seconds / problem.tick_seconds) for seconds in job.time.all_reduce]
     grid = problem.grid
     if job.layers is not None and all(job.layers):
-        of_layer = layer_costs(job).all_reduce
-        ticks = [min(int(seconds / exact(problem.tick_seconds)) for seconds in of_layer[slice(*grid.layers_of(stage))])
-                 for stage in range(len(grid.stages))]
+        seconds = _Reductions(job)
+        ticks = [min(int(seconds.of((layer, layer + 1)) / exact(problem.tick_seconds))
+                     for layer in range(*grid.layers_of(stage))) for stage in range(len(grid.stages))]
     return replace(problem, times=replace(problem.times, all_reduce=least_of_columns(grid, ticks)))
 
 
@@ -83,18 +86,46 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
 
     `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds.
     """
-    costs = layer_costs(job) if all(job.layers or (1,)) else None
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
-    tried = CUT if costs is not None and ops <= LARGE else (CUT[len(CUT) // 2],) if costs is not None else (0,)
-    best: Schedule | None = None
-    for count in dict.fromkeys((*tried, 0)):
-        made = _Overlapped(schedule, job, costs, count).schedule()
-        if (best is None or made.period_ticks < best.period_ticks) and not check(made):
-            best = made
-    assert best is not None, "a schedule whose reductions come last is one"
+    best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1])
     ticks = int(exact(tick_seconds) * bound.ticks / exact(schedule.tick_seconds))
     assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
     return best.with_bound(min(ticks, best.period_ticks), bound.scope)
+
+
+def period_beside(schedule: Schedule, job: Job) -> float:
+    """Seconds of about the same, for those who ask for hundreds of periods: fewer ways to cut are tried."""
+    return schedule.seconds(_best(schedule, job, FEW).period_ticks)
+
+
+def _best(schedule: Schedule, job: Job, counts: Sequence[int]) -> Schedule:
+    """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest."""
+    costs = layer_costs(job) if all(job.layers or (1,)) else None
+    best: Schedule | None = None
+    sizes = PIECES if job.network.latency else PIECES[:1]
+    for count, pieces in ((0, 1), *product(counts if costs is not None else (), sizes)):
+        made = _Overlapped(schedule, job, costs, count, pieces).schedule()
+        if (best is None or made.period_ticks < best.period_ticks) and not check(made):
+            best = made
+    assert best is not None, "a schedule whose reductions come last is one"
+    return best
+
+
+class _Reductions:
+    """What reductions of ranges of layers take: what the least takes, and the layers' shares of the rest."""
+
+    def __init__(self, job: Job) -> None:
+        least = exact(job.network.least(job.pipelines * job.chains))
+        costs, ends = layer_costs(job), [*accumulate(job.layers or (1,) * job.depth, initial=0)]
+        self._least = min([least, *(exact(one) for one in job.time.all_reduce if one)])
+        self._beyond = [layer * (1 - self._least / exact(whole)) if whole else layer
+                        for (first, end), whole in zip(pairwise(ends), job.time.all_reduce, strict=False)
+                        for layer in costs.all_reduce[first:end]]
+
+    def of(self, layers: LayerRange) -> Fraction:
+        """Seconds."""
+        beyond = sum(self._beyond[slice(*layers)], Fraction(0))
+        return self._least + beyond if beyond else beyond
 
 
 class _Parts(NamedTuple):
@@ -105,11 +136,12 @@ class _Parts(NamedTuple):
 
 
 class _Overlapped:
-    """A schedule whose workers cut the last `count` micro-batches that they run."""
+    """A schedule whose workers cut the last `count` micro-batches that they run, and each range that is reduced into so
+    many `pieces` at most."""
 
-    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int) -> None:
+    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int, pieces: int) -> None:
         self._old, self._costs, self._count = schedule, costs, count
-        self._seconds = job.time.all_reduce
+        self._job = job
         self._layers = list(schedule.layers_by_slice)
         self._number = {layers: number for number, layers in reversed(list(enumerate(self._layers)))}
         self._forward, self._inputs, self._weights = (
@@ -118,6 +150,7 @@ class _Overlapped:
         memory = schedule.memory
         self._activation, self._stash = ([], []) if memory is None else (
             list(memory.activation), list(memory.weight_stash))
+        self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
 
     def schedule(self) -> Schedule:
@@ -129,19 +162,21 @@ class _Overlapped:
             self._known(layers)
         times = replace(old.times, forward=tuple(self._forward), backward_input=tuple(self._inputs),
                         backward_weight=tuple(self._weights), overlap=True,
-                        all_reduce=tuple(self._reduction_ticks(number) for number in range(len(self._layers))))
+                        all_reduce=self._reduction_ticks())
         memory = old.memory
         if memory is not None:
             memory = replace(memory, activation=tuple(self._activation), weight_stash=tuple(self._stash))
         made = replace(old, slices=tuple(self._layers[len(old.grid.stages):]), times=times, memory=memory)
         return _timed(made, parts, self._number)
 
-    def _reduction_ticks(self, number: int) -> int:
-        if number < len(self._seconds):
-            return round(self._seconds[number] / self._old.tick_seconds)
-        assert self._costs is not None
-        first, end = self._layers[number]
-        return round(sum(self._costs.all_reduce[first:end]) / self._old.tick_seconds)
+    def _reduction_ticks(self) -> tuple[int, ...]:
+        """By slice."""
+        tick, stages = exact(self._old.tick_seconds), self._job.time.all_reduce
+        if self._costs is None:
+            return tuple(round(exact(seconds) / tick) for seconds in stages)
+        seconds = _Reductions(self._job)
+        return (*(round(exact(one) / tick) for one in stages),
+                *(round(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
 
     def _divided(self, program: Program) -> _Parts:
         """A program with its last micro-batches cut."""
@@ -177,7 +212,7 @@ class _Overlapped:
     def _cut(self, layers: LayerRange) -> list[LayerRange]:
         """Layers that are reduced together, as ranges that are reduced one after the other."""
         first, end = layers
-        count = min(MOST_PIECES, end - first)
+        count = min(self._pieces, end - first)
         edges = [first + (end - first) * piece // count for piece in range(count + 1)]
         return list(pairwise(edges))
 

@@ -58,6 +58,7 @@ def is_alike(schedule: Schedule) -> bool:
 def reference_key(options: PlanOptions, job: Job) -> str:
     """A digest of all that the fault-free period depends on."""
     problem = reference_options(options).problem(job)
-    rules = (VERSION, options.method, problem.backward, problem.optimizer, *(["overlap"] if job.overlap else []))
+    rules = (VERSION, options.method, problem.backward, problem.optimizer,
+             *([job.network] if job.network.overlap else []))
     text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
     return hashlib.sha256(text).hexdigest()

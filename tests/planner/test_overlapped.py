@@ -1,6 +1,7 @@
 """Reductions beside compute: plans of jobs with `[network] overlap`."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -8,11 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from slipstream.cli.drawing.perfetto import perfetto_trace
+from slipstream.cli.drawing.svg_timeline import LINK, drawing
+from slipstream.cli.shared.schedule_summary import busy_shares
+from slipstream.cli.timeline_page import Shown, timeline_data
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.network import Network
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import without_reductions
+from slipstream.planner.overlapped import overlaps, without_reductions
+from slipstream.planner.periods import Periods
 from slipstream.planner.plan import plan_job, plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
@@ -46,7 +53,7 @@ def planned(job, failed=(), **options):
 @given(jobs() | any_jobs(), st.data())
 def test_any_job_has_a_plan_that_is_no_shorter_than_without_reductions(job, data):
     """The checker has passed it. It is replayed as planned, dealt to, read and written."""
-    job = replace(job, overlap=True)
+    job = replace(job, network=Network(overlap=True, latency=data.draw(st.sampled_from([0.0, 0.0, 0.1]))))
     failed = data.draw(st.sampled_from([(), (Worker(0, 0),), (Worker(job.pipelines - 1, job.stages - 1),)]))
     how = data.draw(st.sampled_from([{}, {"optimizer": "synchronous"}, {"backward": "fused"}, {"layers": "move"}]))
     options = PlanOptions(**{"method": "greedy", "steps": 200, **how})
@@ -73,7 +80,7 @@ def test_any_job_has_a_plan_that_is_no_shorter_than_without_reductions(job, data
 @given(jobs() | any_jobs())
 def test_jobs_that_do_not_overlap_are_planned_as_before(job):
     try:
-        assert planned(job) == planned(replace(job, overlap=not any(job.time.all_reduce)))
+        assert planned(job) == planned(replace(job, network=Network(overlap=not any(job.time.all_reduce))))
     except NoPlanError:
         return
 
@@ -130,7 +137,10 @@ def test_one_reduction_at_a_time_on_a_link():
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ("overlap = 1", "network.overlap is 1; expected true or false"), ("speed = 3", "speed")])
+    ("overlap = 1", "network.overlap is 1; expected true or false"), ("speed = 3", "speed"),
+    ("bandwidth = 0", "network.bandwidth is 0; expected bytes a second, more than 0"), ("latency = -1", "latency"),
+    ("activation = 5", "network.activation is given without network.bandwidth"),
+    ("bandwidth = 5\ngradients = 5", "network.gradients and time.all_reduce are both given; expected one of them")])
 def test_what_is_no_network_is_refused(given, says):
     with pytest.raises(JobError, match=says):
         parse_job(JOB.replace("overlap = true", given))
@@ -139,3 +149,43 @@ def test_what_is_no_network_is_refused(given, says):
 def test_a_file_says_that_reductions_overlap_only_where_they_do():
     assert b"overlap" in encode(planned(parse_job(JOB))).replace(b'"overlap",', b"")
     assert b'"overlap":' not in encode(planned(parse_job(JOB.replace("overlap = true", "overlap = false"))))
+
+
+def test_times_follow_from_bytes_bandwidth_and_latency():
+    """A ring of two workers: twice the latency, and each sends all bytes once."""
+    text = JOB.replace("all_reduce = 4\n", "").replace(
+        "overlap = true", "bandwidth = 100\nlatency = 0.25\ngradients = [200, 400]\nactivation = 10")
+    job = parse_job(text)
+    assert job.time.all_reduce == (2.5, 4.5) and job.time.transfer == 0.35
+    assert not overlaps(job) and overlaps(parse_job(text + "\noverlap = true"))
+
+
+def test_few_reductions_where_each_takes_long():
+    """Each of a stage takes 3.2 s of its 4 s however little it reduces: two in place of four."""
+    def ranges(latency):
+        schedule = planned(parse_job(JOB.replace("overlap = true", f"overlap = true\nlatency = {latency}")))
+        return len({op.slice for op in schedule.all_ops() if op.kind is OpKind.A})
+
+    assert ranges(0) == 8 and ranges(1.6) < 8
+
+
+def test_pictures_show_reductions_beside_other_ops():
+    schedule = planned(parse_job(JOB))
+    events = json.loads(perfetto_trace(schedule))["traceEvents"]
+    links = {(one["pid"], one["tid"]) for one in events if one["name"].startswith("A")}
+    assert links == {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"
+                     and one["args"]["name"].startswith("links of ")} and len(links) == 4
+    reductions = sum(op.kind is OpKind.A for op in schedule.all_ops())
+    assert drawing(schedule).decode().count(f'height="{LINK}"') == reductions
+    tracks = timeline_data([Shown("plan", schedule)])["panels"][0]["tracks"]
+    assert all(len(track["links"]) == 4 and "A" not in track["kinds"] for track in tracks)
+    assert all(share <= 1 for share in busy_shares(schedule).values())
+
+
+def test_periods_that_simulations_ask_for_count_what_remains():
+    options = PlanOptions(method="greedy", steps=0, slices=False).within(0.1)
+    overlapped, blocking = (Periods(parse_job(text), options) for text in (JOB, JOB.replace("true", "false")))
+    schedule = planned(parse_job(JOB))
+    assert overlapped.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks)
+    assert blocking.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks) + 3
+    assert overlapped.one_f_one_b(4) < blocking.one_f_one_b(4)
