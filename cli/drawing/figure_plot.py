@@ -75,9 +75,12 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
-    many = len(figure.x) > MOST_BESIDE
-    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
-                    **({"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if many else {}))
+    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8)
+    if len(figure.x) > MOST_BESIDE:
+        for label in axes.get_xticklabels():
+            label.set_rotation(30)
+            label.set_horizontalalignment("right")
+            label.set_rotation_mode("anchor")
 
 
 def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
