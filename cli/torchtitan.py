@@ -69,35 +69,23 @@ class Own:
     settles: bool
 
 
-class SlipstreamTrainer(Trainer):
+class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     """torchtitan's Trainer, whose steps are made by the workers of a run."""
 
     own: Own
+    step: int
 
     def train(self) -> None:
         """Go on from torchtitan's checkpoint, or the run's own where that is newer, until all steps are done."""
         own, steps = self.own, self.config.training.steps
         self.checkpointer.load(step=self.config.checkpoint.load_step)
-        saved = own.folder / CHECKPOINTS
+        saved, loaded = own.folder / CHECKPOINTS, self.step
         begun = latest(saved, identity_of(own.config, _layers(own.config)))
         if begun is None or begun.iteration < self.step:
             begun = begin(self, own.config, saved)
         else:
             logger.info(f"Goes on from step {begun.iteration}, of {begun.path}; remove {own.folder} to start anew")
-        batches = self.batch_generator(self.dataloader)
-
-        def told(line: Metrics) -> None:
-            while self.step <= line.iteration:  # a step that is made again has been counted
-                rates = self.lr_schedulers.get_metrics()
-                self.step += 1
-                for _ in range(self.gradient_accumulation_steps):
-                    self.ntokens_seen += next(batches)[1].numel()
-                self.lr_schedulers.step()
-                if self.step == line.iteration + 1 and self.metrics_processor.should_log(self.step):
-                    assert line.loss is not None
-                    self.metrics_processor.log(self.step, line.loss, line.loss, line.gradient_norm or 0.0,
-                                               {"n_tokens_seen": self.ntokens_seen, **rates})
-
+            self._count(begun.iteration)
         self.metrics_processor.time_last_log = time.perf_counter()
         if begun is None or begun.iteration < steps:
             first = _first(own)
@@ -110,13 +98,38 @@ class SlipstreamTrainer(Trainer):
                 faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
                 settling=Settling() if own.settles else None), options=RunOptions(
                     nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
-                    local=own.here.local, topology=own.job.nodes, notify=logger.info, observe_iteration=told,
+                    local=own.here.local, topology=own.job.nodes, notify=logger.info, observe_iteration=self._told,
                     again=True, secret=given_secret_or_refuse(own.here)))
         ended = latest(saved)
         assert ended is not None
         read_state(self, own.config, ended)
+        if self.config.checkpoint.enable and not self.config.checkpoint.last_save_model_only:
+            batches = iter(self.dataloader)  # which is where the Trainer's checkpoint was
+            for _ in range((self.step - loaded) * self.gradient_accumulation_steps):
+                next(batches)
         self.checkpointer.save(self.step, last_step=True)
         logger.info("Training completed")
+
+    def _told(self, line: Metrics) -> None:
+        """An iteration is committed: log it, as torchtitan does."""
+        rates = self.lr_schedulers.get_metrics()
+        if not self._count(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
+            return
+        assert line.loss is not None
+        self.metrics_processor.data_loading_times.append(0.0)  # workers read, while they train
+        self.metrics_processor.log(self.step, line.loss, line.loss, line.gradient_norm or 0.0,
+                                   {"n_tokens_seen": self.ntokens_seen, **rates})
+
+    def _count(self, steps: int) -> bool:
+        """So many steps are done; whether that is new: one that is made again has been counted."""
+        new = steps - self.step
+        for _ in range(new):
+            self.lr_schedulers.step()
+        tokens = max(0, new) * self.config.training.global_batch_size * self.config.training.seq_len
+        self.ntokens_seen += tokens
+        self.metrics_processor.ntokens_since_last_log += tokens
+        self.step = max(self.step, steps)
+        return new > 0
 
 
 def _layers(config: RunConfig) -> int:

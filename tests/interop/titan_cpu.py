@@ -4,8 +4,8 @@ its memory.
     python -m tests.interop.titan_cpu torchtitan.train|slipstream.cli.torchtitan --module ... --config ...
 
 The file that TITAN_METRICS names gets a line of JSON for each step, with all digits. TITAN_DTYPE is that of the
-training, also one that torchtitan does not offer. Norms are added up in float64: torch's own, on CPUs and in float32, is
-off by 1e-4 for parameters of millions of elements.
+training, also one that torchtitan does not offer. Norms are added up in float64: torch's own, on CPUs and in float32,
+is off by 1e-4 for parameters of millions of elements.
 """
 
 import json
@@ -48,8 +48,7 @@ def main() -> None:
         config.TORCH_DTYPE_MAP["float64"] = torch.float64
         loss.cross_entropy_loss = lambda logits, labels, **_: torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=loss.IGNORE_INDEX)
-    if "TITAN_DOUBLE_NORM" in os.environ:
-        torch.nn.utils.get_total_norm = double_norm
+    torch.nn.utils.get_total_norm = double_norm
     program = sys.argv.pop(1)
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 

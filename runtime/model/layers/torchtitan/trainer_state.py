@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_titans
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, identity_of, load, open_checkpoint, save
@@ -24,7 +24,8 @@ def begin(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
     initial parameters, which `run_config` has said where to look for. Raises ConfigError and CheckpointError.
     """
     if trainer.step == 0:
-        dcp.save(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"], no_dist=True)
+        save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
+                    no_dist=True)
         return None
     layers = list(_layers(trainer, config))
     states, identity = _states(trainer), identity_of(config, len(layers))
