@@ -24,7 +24,7 @@ from torchtitan.trainer import Trainer
 from slipstream.cli.shared.console import answer_no, refuse
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
-from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
@@ -66,7 +66,8 @@ class Own:
     config: RunConfig
     folder: Path
     rehearsals: Rehearsals
-    settles: bool
+    settled_seconds: float | None
+    """For how long schedules are searched for which layers move; None: they stay."""
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
@@ -90,13 +91,13 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         if begun is None or begun.iteration < steps:
             first = _first(own)
             placed = with_machines(own.job, first, own.here)
-            planner = FailurePlanner(placed, first)
+            planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds or SETTLED_SECONDS)
             run(first, own.config, out=own.folder, resilience=Resilience(
                 scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
                 checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
                 node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
                 faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
-                settling=Settling() if own.settles else None), options=RunOptions(
+                settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
                     nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
                     local=own.here.local, topology=own.job.nodes, notify=logger.info, observe_iteration=self._told,
                     again=True, secret=given_secret_or_refuse(own.here)))
@@ -154,8 +155,9 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     add("--slipstream.job", dest="job", type=Path, metavar="FILE",
         help="a job file: times, memory and machines to plan by; its grid has precedence. Default: as many pipelines "
              "and stages as --parallelism.data_parallel_replicate_degree and .pipeline_parallel_degree say")
-    add("--slipstream.settle", dest="settle", action="store_true",
-        help="layers move to better schedules after failures, while the workers train on")
+    add("--slipstream.settle", dest="settle", type=float, nargs="?", const=SETTLED_SECONDS, metavar="SECONDS",
+        help="layers move to better schedules after failures, while the workers train on; for so long such a schedule "
+             f"is searched (default: {SETTLED_SECONDS:g})")
     for name, form in (("kill", "D.S@STEP"), ("return", "D.S@STEP"), ("slow", "D.S=FACTOR@STEP")):
         add(f"--slipstream.{name}", dest=f"{name}s", action="append", metavar=form,
             help="a rehearsal, counted from 0, as that of `slipstream train`")
