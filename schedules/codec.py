@@ -53,7 +53,7 @@ def encode(schedule: Schedule) -> bytes:
     Raises ScheduleError for a schedule that is too large to be read again.
     """
     try:
-        _require_few_ops(schedule)
+        require_few_ops(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         fields |= {name: value for name in _FIELDS if (value := getattr(schedule, name)) is not msgspec.UNSET}
         data = msgspec.json.encode(fields) + b"\n"
@@ -103,6 +103,7 @@ def _require_version_1(schedule: Schedule) -> None:
     for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
+                      ("times.overlap", schedule.overlaps),
                       ("bound_scope", schedule.bound_scope)):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
@@ -134,13 +135,14 @@ def validate(schedule: Schedule) -> None:
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
-    _require_few_ops(schedule)
+    require_few_ops(schedule)
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
             _validate_op(f"programs[{index}][{position}]", op, schedule)
 
 
-def _require_few_ops(schedule: Schedule) -> None:
+def require_few_ops(schedule: Schedule) -> None:
+    """Raises ValueError for a schedule of more ops than are read."""
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
         raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")

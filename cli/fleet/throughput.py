@@ -2,11 +2,12 @@
 
 Schedules are planned within a short time of counted steps (`planner.periods`), so that one job has the same figures on
 any machine. With a table, the periods of its entries are used where they fit. Where a large job has peers enough for
-every failure to have its own, the plans for one failure in each stage make that for all (`Throughputs._apart`).
+every failure to have its own, the plans for one failure in each stage make that for all, where that is proven to be the
+shortest (`Throughputs._apart`).
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
-from slipstream.schedules.schedule import BackwardMode, OptimizerMode
+from slipstream.planner.plan import plan_only
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 from slipstream.schedules.tables.table import Table
 
 Value = TypeVar("Value")
@@ -30,25 +32,28 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None,
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
+                 dead: Sequence[Worker] = (),
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move (None: by the size of the job). `announce` is called with one line
-        before each plan.
+        layers in place and with layers that move (None: by the size of the job). `thorough`: the former are searched
+        for as `slipstream plan` does, and may cut micro-batches; it takes all of its time for each, where list
+        schedules take a hundredth. `dead`: then plans for as many failures are for these workers. `announce` is called
+        with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        # Whole stages only: what slices gain at once is little, and hundreds of states are planned.
         self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
+        self._thorough, self._dead = thorough, sorted(dead)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
         self.loads = Loads(self.job)
-        self._settled = SettledPlans(self.job, announce, settle_seconds)
+        self._settled = SettledPlans(self.job, announce, settle_seconds, dead)
         self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
@@ -133,26 +138,42 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
-        found, is_best = self._apart(down, self.planned), False
-        if found == math.inf:
-            found, is_best = self._periods.planned(down)
+        apart = self._apart(down, self.planned)
+        if apart and self.samples / apart <= self._least_with_one_of(down):
+            return self.samples / apart
+        found, is_best = self._searched(down) if self._thorough else self._periods.planned(down)
         # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
         return found if is_best else min(found, self.samples / self.round_robin(down))
 
-    def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """The period of a large job with peers of its own for each failure, in seconds; infinite where there are too
-        few, or where another arrangement may have a shorter one.
+    def _searched(self, down: DownByStage) -> tuple[float, bool]:
+        """(period in seconds, whether it is proven to be the shortest) as `slipstream plan` finds it, with failures in
+        as many pipelines as can be.
+        """
+        columns = [column for column, count in enumerate(down) for _ in range(count)]
+        failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
+        if sorted(worker.column for worker in self._dead) == columns:
+            failed = self._dead
+        schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), self.job,
+                             failed).schedule
+        return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
-        Each failure is planned in a part of the job, alone there; so what counts is the slowest of the parts, and of
-        the pipelines that are whole. Nothing is shorter than the bound of one of these failures, which it has to meet.
+    def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
+        """Samples per second of a large job with peers of its own for each failure; 0.0 where there are too few.
+
+        Each failure is planned in a part of the job, alone there. So what counts is the slowest of the parts, and of
+        the pipelines that are whole.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected(failures).pipelines == job.pipelines:
-            return math.inf
+            return 0.0
         columns = [column for column, count in enumerate(down) if count]
         parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
-        period, windows = self.samples / min(rate(part) for part in ((0,) * job.stages, *parts)), periods.windows(1)
-        return period if period <= windows.seconds(max(windows.bound(column, 1) for column in columns)) else math.inf
+        return min(rate(part) for part in ((0,) * job.stages, *parts))
+
+    def _least_with_one_of(self, down: DownByStage) -> float:
+        """Seconds that no schedule is shorter than with any one of these failures alone, and so with all of them."""
+        windows = self._periods.windows(1)
+        return windows.seconds(max(windows.bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +184,9 @@ class Throughputs:
         the published solver.
         """
         whole = self.one_f_one_b(self.job.pipelines)
-        return min(whole, self.round_robin(down)) if any(down) else whole
+        if not any(down) or self._apart(down, self.recycle) == whole:
+            return whole
+        return min(whole, self.round_robin(down))
 
     def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
                     optimizer: OptimizerMode = "staggered") -> float:
@@ -171,14 +194,9 @@ class Throughputs:
         key = (down, backward, optimizer)
         if key not in self._round_robin:
             self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
-            self._round_robin[key] = self.samples / self._round_robin_period(*key)
+            options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
+            self._round_robin[key] = self.samples / self._periods.round_robin(down, options)
         return self._round_robin[key]
-
-    def _round_robin_period(self, down: DownByStage, backward: BackwardMode, optimizer: OptimizerMode) -> float:
-        if (backward, optimizer) == ("split", "staggered") and (best := self._apart(down, self.recycle)) < math.inf:
-            return best
-        return self._periods.round_robin(down, msgspec.structs.replace(self._options, backward=backward,
-                                                                       optimizer=optimizer))
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
@@ -189,6 +207,13 @@ class Throughputs:
         if pipelines not in self._one_f_one_b:
             self._one_f_one_b[pipelines] = self.samples / self._one_f_one_b_period(pipelines)
         return self._one_f_one_b[pipelines]
+
+    def relative(self, whole: float, now: float) -> float:
+        """By the formula of another system: 1F1B's throughput on all pipelines, where the micro-batches of an iteration
+        take `now` seconds in place of `whole`, and the longest optimizer step follows.
+        """
+        step = self.loads.longest_step
+        return self.one_f_one_b(self.job.pipelines) * (whole + step) / (now + step)
 
     def _one_f_one_b_period(self, pipelines: int) -> float:
         total = sum(self.job.microbatches)

@@ -7,10 +7,12 @@ another schedule is better for the workers' speeds, all members stop before the 
 from functools import partial
 
 from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.cost_fit import LEAD
 from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.planning import NoScheduleError
 from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.protocol.to_worker import NewCosts
 
 
 class BoundaryPlanner:
@@ -28,6 +30,7 @@ class BoundaryPlanner:
             self._plan_settling()
         self._choose_stop()
         self._choose_save()
+        self._choose_costs()
 
     def _look_for_slow(self) -> None:
         """Where speeds have changed, have a schedule planned for them; those who are worth their place again, join."""
@@ -108,6 +111,17 @@ class BoundaryPlanner:
         if context.checkpoints.due() and self._may_stop():
             context.state.save_before = self._earliest_stop()
             context.checkpoints.asked(context.state.save_before)
+
+    def _choose_costs(self) -> None:
+        """Where costs are better known than so far, choose the iteration from which on samples are dealt by them."""
+        context, state = self._context, self._context.state
+        costs, following = context.costs, context.log.next_iteration
+        told = state.new_costs is None or state.new_costs.first < following
+        if costs is not None and state.phase == "training" and not state.ended and told and costs.look(following):
+            first = context.log.furthest + 1 + LEAD
+            state.new_costs = NewCosts(first, costs.current)
+            context.listeners.note(f"from iteration {first} on, samples are dealt by costs fitted to what was "
+                                   f"measured: known to {costs.error:.1%}, {costs.error_before:.1%} before")
 
     def _earliest_stop(self) -> int:
         return self._context.log.furthest + 2

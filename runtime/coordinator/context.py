@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.join_planning import JoinPlanner, Moves
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
@@ -23,7 +24,7 @@ from slipstream.runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
-from slipstream.runtime.protocol.to_worker import Fetch, Leave, ToWorker
+from slipstream.runtime.protocol.to_worker import Fetch, Leave, NewCosts, ToWorker
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -67,6 +68,8 @@ class RunState:
     stop_before: int | None = None
     """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
     save_before: int | None = None
+    new_costs: NewCosts | None = None
+    """What all are told with what acknowledges the iteration `LEAD` before its first."""
     stopping: bool = False
     """Whether the run is to end at the next iteration, with a checkpoint."""
     without_microbatches: frozenset[Worker] = frozenset()
@@ -138,6 +141,8 @@ class CoordinatorContext:
     domains: FailureDomains
     partition: Partition | None = None
     """How optimizer states are cut, where workers keep parts of them."""
+    costs: CostFit | None = None
+    """Follows what samples cost; None: they are not dealt by coefficients."""
     whole_schedules: bool = True
     """Whether workers need the whole of each schedule: to deal or evaluate data by it."""
 

@@ -14,6 +14,7 @@ from slipstream.runtime.coordinator.boundary import BoundaryPlanner
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.context import CoordinatorContext, Listeners, RunState, Send
+from slipstream.runtime.coordinator.cost_fit import LEAD, CostFit
 from slipstream.runtime.coordinator.going_back import GoingBack
 from slipstream.runtime.coordinator.join_planning import JoinPlanner
 from slipstream.runtime.coordinator.lost_workers import LostWorkers
@@ -62,6 +63,8 @@ class Coordinator:
         Which workers fail together.
     partition
         How optimizer states are cut, where workers keep parts of them.
+    costs
+        Follows what samples cost; None: they are not dealt by coefficients.
     whole_schedules
         Whether workers are sent the whole of each schedule besides.
     """
@@ -69,7 +72,8 @@ class Coordinator:
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
                  placement: Placement, checkpoints: CheckpointTimer | None = None, settler: Settler | None = None,
                  listeners: Listeners | None = None, domains: FailureDomains = ALONE,
-                 partition: Partition | None = None, whole_schedules: bool = True) -> None:
+                 partition: Partition | None = None, costs: CostFit | None = None,
+                 whole_schedules: bool = True) -> None:
         listeners = listeners or Listeners()
         first = schedules.first
         self._log = log
@@ -84,7 +88,7 @@ class Coordinator:
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,
             checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains,
-            partition=partition, whole_schedules=whole_schedules)
+            partition=partition, costs=costs, whole_schedules=whole_schedules)
         choice = ScheduleChoice(self._context)
         self._orders = Orders(self._context)
         self._boundary = BoundaryPlanner(self._context, choice)
@@ -168,6 +172,8 @@ class Coordinator:
         state = self._state
         if report.order == state.number and report.worker in state.members:
             self._slow.ran(report)
+            if self._context.costs is not None:
+                self._context.costs.ran(report, state.current)
             state.unanswered.append(report)
             if not self._log.have_reported(state.without_microbatches, report.iteration):
                 return
@@ -176,9 +182,11 @@ class Coordinator:
             reports = [report]
         for one in reports:
             following = one.iteration + 1 if one.order == state.number else None
+            costs = state.new_costs if following is not None else None
             self._context.send(one.worker, Acknowledged(
                 one.order, one.iteration, stop=following is not None and following == state.stop_before,
-                save=following is not None and following == state.save_before))
+                save=following is not None and following == state.save_before,
+                costs=costs if costs is not None and one.iteration == costs.first - LEAD else None))
 
     def committed(self) -> None:
         """An iteration was committed."""

@@ -13,10 +13,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import apart
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.context import Listeners
 from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.loss_file import LossFile
@@ -72,6 +74,8 @@ FIND_AGAIN_SECONDS = 0.05
 
 NOTHING_FOLLOWS = object()
 """What an event gives after which there is nothing to decide: most of a large run's are such."""
+_CHANGE_LITTLE = Ran, Validated, Started, Injected, Status
+"""Nothing follows from these before an iteration is committed."""
 
 
 class NobodyLeftError(RuntimeError):
@@ -94,7 +98,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run))
+                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run), apart)
         setup = run.setup
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
@@ -109,6 +113,7 @@ class EventLoop:
                                 run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
                                 went_back=commits.go_back), domains=FailureDomains(setup.failure_domains),
+            costs=None if run.length_costs is None else CostFit(run.length_costs, Placement(setup.cuts)),
             whole_schedules=run.whole_schedules)
         self._take_over = None
         if run.behind is not None:
@@ -277,7 +282,7 @@ class EventLoop:
                 return NOTHING_FOLLOWS  # others still run
             if isinstance(whole, Ready) and self._take_over is not None:
                 return NOTHING_FOLLOWS  # `_find` looks whether all are there
-            if isinstance(whole, Ran | Validated | Started | Injected | Status) and before == self._log.next_iteration:
+            if isinstance(whole, _CHANGE_LITTLE) and before == self._log.next_iteration:
                 return NOTHING_FOLLOWS
         return None
 

@@ -56,7 +56,7 @@ class Orders:
         settles = schedule is not state.current  # else parts of optimizer states alone have been cut anew
         state.phase, state.current, state.ended, state.began = "training", schedule, False, first
         state.cut_for = cut_for
-        state.stop_before = state.save_before = None
+        state.stop_before = state.save_before = state.new_costs = None
         state.without_microbatches, state.unanswered = _without_microbatches(schedule), []
         state.number += 1
         self._begins(schedule, join if settles else None)
@@ -69,6 +69,7 @@ class Orders:
             schedule=msgspec.Raw(text) if context.whole_schedules else NOTHING,
             stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
                             if state.stand_for.get(worker, 1) > 1),
+            costs=None if context.costs is None else context.costs.current,
             factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
         self._record(schedule, text, joining, join)
 

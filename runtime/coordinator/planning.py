@@ -1,15 +1,13 @@
-"""Schedules for the workers that are left: looked up or planned in threads, since that may take seconds."""
+"""Schedules for the workers that are left: looked up or planned beside the event loop, since that may take seconds."""
 
-import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import Background, in_thread
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import Phase, PlanAnswered, PlanAsked
@@ -19,13 +17,11 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.parts import Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
 
-T = TypeVar("T")
-
-
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
 
-Called from planning threads, up to `AT_ONCE` at a time."""
+Called beside the event loop, up to `AT_ONCE` at a time; mostly in a process that ends with its answer, so that whatever
+else it changes is lost."""
 
 Speeds = tuple[tuple[Worker, float], ...]
 """All workers that do not take the usual time, sorted, each with its factor of it."""
@@ -40,7 +36,7 @@ Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 class Rebalancer(Protocol):
     """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
 
-    All methods are called from planning threads, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
+    All methods are called as a `Scheduler` is, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
     without any, they are the job's.
     """
 
@@ -90,7 +86,7 @@ AT_ONCE = 2
 """A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
 settled one is planned beside these, one at a time."""
 STUCK_SECONDS = 20.0
-"""What is planned for longer holds up nothing else: a thread cannot be ended."""
+"""What is planned for longer holds up nothing else."""
 
 
 class Prepared(NamedTuple):
@@ -128,13 +124,16 @@ class ScheduleService:
         What to ask while workers go on as half their processes; None: as else.
     divided
         What divides schedules among their workers.
+    background
+        Where all of this is done.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
                  events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None,
                  rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None,
-                 divided: Divide = divide) -> None:
+                 divided: Divide = divide, background: Background = in_thread) -> None:
         self.first = first
+        self.background = background
         self._divided = divided
         self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
         """By the identity of the schedule, which is kept with it."""
@@ -153,13 +152,19 @@ class ScheduleService:
 
     def prepared(self, schedule: Schedule) -> Prepared:
         """A schedule as it is given in an order. What was asked for here was prepared where it was found."""
-        known = self._prepared.pop(id(schedule), None) or (schedule, self._prepare(schedule))
-        self._prepared[id(schedule)] = known
+        _, prepared = self._prepared.get(id(schedule)) or (None, self.prepare(schedule))
+        self.has_prepared(schedule, prepared)
+        return prepared
+
+    def has_prepared(self, schedule: Schedule, prepared: Prepared) -> None:
+        """Keep what was prepared beside the event loop."""
+        self._prepared.pop(id(schedule), None)
+        self._prepared[id(schedule)] = schedule, prepared
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
-        return known[1]
 
-    def _prepare(self, schedule: Schedule) -> Prepared:
+    def prepare(self, schedule: Schedule) -> Prepared:
+        """A schedule as it is given in an order, made anew."""
         return Prepared(encode(schedule), self._divided(schedule))
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
@@ -251,9 +256,9 @@ class ScheduleService:
 
             def work() -> tuple[Schedule, Prepared]:
                 found = without_idle(self._fitting(question.down, find()))
-                return found, self._prepare(found)
+                return found, self.prepare(found)
 
-            in_background(work, partial(self._take, question))
+            self.background(work, partial(self._take, question), awaited=not question.settled)
         return answer
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
@@ -281,8 +286,8 @@ class ScheduleService:
         if isinstance(found, BaseException):
             answer = found
         else:
-            answer = found[0]
-            self._prepared[id(answer)] = found
+            answer, prepared = found
+            self.has_prepared(answer, prepared)
         if isinstance(answer, BaseException) and not isinstance(answer, NoScheduleError | RunError):
             answer = NoScheduleError(f"the planner failed: {type(answer).__name__}: {first_line(answer)}")
         self._answers[question] = answer
@@ -305,20 +310,3 @@ def without_idle(schedule: Schedule) -> Schedule:
     return replace(schedule, failed=tuple(worker for worker in schedule.grid.workers() if worker not in there),
                    seats=tuple(replace(seat, program=used.index(seat.program)) for seat in seats),
                    programs=tuple(schedule.programs[program] for program in used))
-
-
-def in_background(work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
-    """Do long work in a thread, and have its result, or what it raises, handled on the event loop."""
-    loop = asyncio.get_running_loop()
-
-    def run() -> None:
-        answer: T | BaseException
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = error
-        with contextlib.suppress(RuntimeError):  # the run is over, and the loop closed
-            loop.call_soon_threadsafe(done, answer)
-
-    # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.
-    threading.Thread(target=run, daemon=True, name="planning").start()

@@ -1,6 +1,6 @@
 """Slow workers: which there are, what is planned for them, and who is left out. It decides when; `speed_planning` what.
 
-Whenever the speeds that were measured are others than those of the present schedule, a thread plans for them while
+Whenever the speeds that were measured are others than those of the present schedule, it is planned for them while
 training goes on. Where that gains enough, the coordinator stops all before the same iteration and goes on by the new
 schedule. The speeds are kept: schedules for deaths and joins are planned for them, too.
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService, Speeds, in_background
+from slipstream.runtime.coordinator.planning import NoScheduleError, Prepared, ScheduleService, Speeds
 from slipstream.runtime.coordinator.slow_detector import SpeedChange
 from slipstream.runtime.coordinator.speed_planning import Decision, decide, period_at, rounded, worth_back
 from slipstream.runtime.coordinator.speed_watch import SpeedWatch
@@ -78,9 +78,11 @@ class _LeftOut:
 
 
 class _Answer(NamedTuple):
-    """Of the thread that plans."""
+    """Of what plans beside the event loop."""
 
     decision: Decision
+    prepared: Prepared | None
+    """Its schedule, where that is another one."""
     returning: set[Worker]
     """Workers that are left out, and are worth their place again."""
     reason: str | None = None
@@ -221,28 +223,32 @@ class SlowWorkers:
                            "the run was given none" if plan is None else "the present one is for these speeds")
             return returning
         self._asked, self._answered, self.decision, speeds = question, False, None, self._speeds()
-        left_out = sorted(self._left_out)
+        left_out, schedules = sorted(self._left_out), self._schedules
 
         def work() -> _Answer:
             try:
                 back = {worker for worker in left_out if worth_back(present, worker, speeds, plan)}
-                return _Answer(decide(present, speeds, plan), back)
+                decision = decide(present, speeds, plan)
+                other = None if decision.schedule is None else schedules.prepare(decision.schedule)
+                return _Answer(decision, other, back)
             except NoScheduleError as error:
                 before = period_at(present, dict(speeds))
-                return _Answer(Decision(None, before, before), set(), str(error) or type(error).__name__)
+                return _Answer(Decision(None, before, before), None, set(), str(error) or type(error).__name__)
 
-        in_background(work, partial(self._take, question, iteration))
+        schedules.background(work, partial(self._take, question, iteration), awaited=False)
         return returning
 
     def _take(self, question: object, iteration: int, answer: _Answer | BaseException) -> None:
-        """A thread has planned."""
+        """It has been planned."""
         if question != self._asked:
             return
         self._answered = True
         if isinstance(answer, BaseException):
             self._tell(Decision(None, 0.0, 0.0), iteration, str(answer) or type(answer).__name__)
         else:
-            decision, self._returning, reason = answer
+            decision, prepared, self._returning, reason = answer
+            if prepared is not None and decision.schedule is not None:
+                self._schedules.has_prepared(decision.schedule, prepared)
             self._present_seconds = decision.present_seconds
             if self._returning:
                 pass  # they come in by an order of their own, and what all run is decided anew then

@@ -166,6 +166,7 @@ def test_a_second_process_that_claims_to_be_a_worker_is_refused_and_so_is_a_work
     assert world.log.losses == [3.0] * 4
 
 
+@pytest.mark.usefixtures("plans_here")
 def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
     """It takes twice the heartbeat timeout or more: nobody is given up, and a death meanwhile is heard of."""
     planned, asked = [], []

@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import planning, slow_detector, slow_workers
+from slipstream.runtime.coordinator import slow_detector
+from slipstream.runtime.coordinator.background import tried
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.context import Listeners
 from slipstream.runtime.coordinator.coordinator import Coordinator
@@ -43,7 +44,8 @@ class World:
         self.rebalancer = Planning(JOB)
         log = EventLog(None, observer=self.events.append)
         self.log = CommitLog("job")
-        schedules = ScheduleService(FIRST, planned(JOB), lambda: None, log, at_speeds, self.rebalancer)
+        schedules = ScheduleService(FIRST, planned(JOB), lambda: None, log, at_speeds, self.rebalancer,
+                                    background=lambda work, done, **_: done(tried(work)))
         self.coordinator = Coordinator(
             schedules, self.send, self.log, iterations=range(10_000), placement=PLACEMENT,
             settler=Settler(Cost([1000] * 8, 1e6), mtbf, log, self.told.append),
@@ -114,16 +116,7 @@ def at_speeds(down, speeds):
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """Plans are there when they are asked for, and each iteration is an observation."""
-    def now(work, done) -> None:
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = error
-        done(answer)
-
     monkeypatch.setattr(slow_detector, "OBSERVATION_SECONDS", 0.0)
-    for module in (planning, slow_workers):
-        monkeypatch.setattr(module, "in_background", now)
 
 
 def test_it_sheds_work_then_settles_and_goes_back_once_the_worker_has_recovered():
