@@ -12,6 +12,7 @@ from slipstream.planner.model.from_job import equal_parts, held_problem, in_plac
 from slipstream.planner.model.layer_ticks import LayerTicks
 from slipstream.planner.model.problem import Problem, Question
 from slipstream.planner.normalise import Windows
+from slipstream.planner.overlapped import least_of_columns
 from slipstream.planner.portfolio import least_of
 from slipstream.planner.report import shared_ticks
 from slipstream.schedules.costs import LayerCosts, Room
@@ -25,7 +26,7 @@ def proven_bound(schedule: Schedule) -> Bound:
     do not tell them: then only work bounds the period, and the optimizer step of a layer. CP-SAT proves more of small
     problems than this.
     """
-    if schedule.times.of_layers and schedule.scope in (Scope.PLACE, Scope.LAYERS):
+    if schedule.times.of_layers and schedule.scope in (Scope.PLACE, Scope.LAYERS) and not schedule.overlaps:
         return _least(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.LAYERS:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
@@ -37,13 +38,23 @@ def proven_bound(schedule: Schedule) -> Bound:
     return bound.narrowed(Scope.ORDER) if schedule.scope is Scope.ORDER else bound
 
 
+def _exposed(schedule: Schedule) -> tuple[int, ...]:
+    """What remains of reductions after the last W of a worker where they overlap, by stage: the least that one of its
+    layers takes, where the file tells that of all, else nothing."""
+    known = {layers[0]: ticks for layers, ticks in zip(schedule.layers_by_slice, schedule.times.all_reduce, strict=True)
+             if layers[1] - layers[0] == 1}
+    return least_of_columns(schedule.grid, [min((known.get(layer, 0) for layer in range(*layers)), default=0)
+                                            for layers in schedule.grid.layers_by_stage])
+
+
 def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
     """The problem of a schedule in place, with these roles vacant. Of workers that are down none is slow."""
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(one for one in schedule.times.slow if one.worker in schedule.seat_of)
+    reduced = _exposed(schedule) if schedule.overlaps else schedule.times.all_reduce
     return held_problem(
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
-        times=msgspec.structs.replace(schedule.times, slow=slow), memory=schedule.memory,
+        times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
         holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=scope is not Scope.OWN,
         # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.

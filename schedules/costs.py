@@ -51,6 +51,9 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """A file has this key only where the bound is one for layouts, too."""
+    overlap: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether A occupies the links of its workers, one A at a time, and leaves their compute to other ops; else it
+    occupies both. A file has this key only where it does."""
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """How long an op takes on a physical worker: the one place where durations are looked up.

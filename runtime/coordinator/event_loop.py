@@ -74,6 +74,8 @@ FIND_AGAIN_SECONDS = 0.05
 
 NOTHING_FOLLOWS = object()
 """What an event gives after which there is nothing to decide: most of a large run's are such."""
+_CHANGE_LITTLE = Ran, Validated, Started, Injected, Status
+"""Nothing follows from these before an iteration is committed."""
 
 
 class NobodyLeftError(RuntimeError):
@@ -280,7 +282,7 @@ class EventLoop:
                 return NOTHING_FOLLOWS  # others still run
             if isinstance(whole, Ready) and self._take_over is not None:
                 return NOTHING_FOLLOWS  # `_find` looks whether all are there
-            if isinstance(whole, Ran | Validated | Started | Injected | Status) and before == self._log.next_iteration:
+            if isinstance(whole, _CHANGE_LITTLE) and before == self._log.next_iteration:
                 return NOTHING_FOLLOWS
         return None
 
