@@ -126,7 +126,7 @@ def main() -> None:
     behind = None if options.behind is None else LeftBehind(
         epoch=1, coordinator=Rendezvous(LOOPBACK, options.behind), first_iteration=0, resume=None, fork_server=None)
     losses = None if behind is None else read_losses(folder / LOSSES, 0)
-    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(first.job)
+    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
     run = Run(schedule=first, scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
               setup=setup_of(first, len(shares), domains.domains, options), shares=shares, config=config,
               secret=SECRET, injections=(), out=folder, behind=behind, losses=losses,
@@ -138,8 +138,7 @@ def main() -> None:
             tokens=1, flops=1.0, peak_flops=None), None))
         loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()), lambda *_: mark("committed"),
                                                  metrics))
-        event_log = stack.enter_context(EventLog(folder, lambda: log.next_iteration,
-                                                 both(metrics.observe, mark.event)))
+        event_log = stack.enter_context(EventLog(folder, both(metrics.observe, mark.event)))
         events = EventLoop(run, log, loss_file, processes, event_log)
 
         async def serve() -> None:

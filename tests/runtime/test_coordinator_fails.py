@@ -1,9 +1,9 @@
 """An error in the coordinator that nobody has thought of: the workers live on, and it is started again."""
 
 import pytest
+from slipstream.runtime.coordinator.coordinator import Coordinator
 
 from slipstream.runtime import launch
-from slipstream.runtime.coordinator.coordinator import Coordinator
 from slipstream.runtime.launch import run
 from tests.runtime.failing import CONFIG, JOB, at, train
 from tests.runtime.running import losses_in, schedule_for

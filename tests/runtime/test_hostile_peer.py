@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from slipstream.runtime.coordinator.coordinator import Coordinator
+
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer

@@ -9,8 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import stall_watch
-from slipstream.runtime.coordinator.boundary import BoundaryPlanner
+from slipstream.runtime.coordinator import boundary, stall_watch
 from slipstream.runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent
@@ -43,7 +42,7 @@ async def until(condition):
 def test_workers_train_to_the_end_and_leave(tmp_path):
     world = World(tmp_path)
     world.play()
-    assert world.log.losses == [3.0] * 4 and world.events.recoveries == []
+    assert world.log.losses == [3.0] * 4 and not world.events.state.recovery.recoveries
 
 
 def test_who_has_not_said_who_it_is_is_cut_off_at_the_end(tmp_path):
@@ -310,7 +309,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
 def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, monkeypatch):
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
-    monkeypatch.setattr(BoundaryPlanner, "look", lambda planner: looked.append(planner))
+    monkeypatch.setattr(boundary, "look", lambda step, phase: looked.append(step))
     setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)
