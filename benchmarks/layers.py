@@ -34,15 +34,15 @@ from rich.table import Table
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.writer import job_text
-from slipstream.planner.layout.bounds import period_bound, work_bound
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.layout.types import Layout
-from slipstream.planner.model.from_job import layout_problem
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.from_job import layered_problem
+from slipstream.planner.model.layout import Layout
+from slipstream.planner.model.problem import NoPlanError, Problem, Question
 from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.model.work_bounds import period_bound, work_bound
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
+from slipstream.schedules.layers import total
 from slipstream.schedules.schedule import Worker
 
 GOAL, LIMIT = 1.04, 1.10
@@ -91,10 +91,9 @@ def _job(pipelines: int, stages: int, microbatches: int, layers: int, slow: dict
         "placement": {"layers": [layers] * stages}}, {}))
 
 
-def longest_load(given: LayoutProblem, layout: Layout) -> int:
+def longest_load(given: Problem, layout: Layout) -> int:
     """Ticks of the busiest worker: its ops, then all-reduces and optimizer of what it holds."""
-    load = {worker: sum(given.tail[layer] for held in ranges for layer in range(*held))
-            for worker, ranges in layout.holds.items()}
+    load = {worker: total(given.costs.sums.closing, ranges) for worker, ranges in layout.holds.items()}
     for route in layout.routes.values():
         for layers, worker in route:
             load[worker] += given.slice_ticks(layers, worker)
@@ -116,7 +115,7 @@ def main() -> None:
     groups: dict[str, list[Result]] = defaultdict(list)
     chosen = (one for one in instances(options.room) if not options.group or one.group in options.group)
     for instance in itertools.islice(chosen, options.offset, None, options.every):
-        given = layout_problem(instance.job, instance.failed, layers="move")
+        given = layered_problem(instance.job, instance.failed, Question(layers="move"))
         bound = work_bound(given)
         try:
             loads = {layout.kind: longest_load(given, layout) / bound for layout in candidates(given)}

@@ -12,16 +12,31 @@ A document names the file that a command wrote, and holds its tables between two
 
 Without --write, says which blocks differ from their files (exit 1), and which files are not there (not compared).
 With it, the blocks become what the files say.
+
+Outside these blocks, a document may state no other figures (numbers with a decimal point, and percentages): each has to
+be in a printed block of its section (to the digits that it has), or between comments that name where it is from:
+
+    <!-- from: ReCycle (SOSP 2024) -->          what others published, what is assumed, or what a command measured
+    ... published is 0.78 ...
+    <!-- end -->
+
+It says which are not (exit 1).
 """
 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DOCUMENTS = ("README.md", "REPRODUCTION.md")
 BLOCK = re.compile(r"(<!-- printed: (?P<file>\S+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+FROM = re.compile(r"<!-- from: [^\n]*? -->.*?<!-- end -->", re.DOTALL)
+NO_FIGURES = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|!\[[^]]*\]|<!--.*?-->|"
+                        r"\b\d{4}\.\d{5}\b|\b\d+\.\d+\.\d+\b|\bPython \d\.\d+", re.DOTALL)
+"""Code, links, pictures, comments; numbers of arXiv, versions."""
+FIGURE = re.compile(r"(?<![\w.,-])(\d[\d,]*\.\d+)(?!\w|\.\d)|(?<![\w.,])(\d+)(?= ?%)")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def printed_part(text: str) -> str:
@@ -46,23 +61,43 @@ def renewed(document: str, folder: Path) -> tuple[str, Sequence[str], Sequence[s
     return BLOCK.sub(block, document), differing, missing
 
 
+def unprinted(document: str) -> Iterator[tuple[int, str]]:
+    """Figures (line, figure) that are in no printed block of their section, and of which nothing says where from."""
+    line = 1
+    for section in re.split(r"(?m)^(?=#)", document):
+        printed = [float(number.replace(",", "")) for block in BLOCK.finditer(section)
+                   for number in NUMBER.findall(block["body"])]
+        text = section
+        for pattern in (BLOCK, FROM, NO_FIGURES):
+            text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
+        for match in FIGURE.finditer(text):
+            figure = match[1] or match[2]
+            value, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
+            if not any(abs(value - scale * one) <= 0.5000001 * 10**-digits for one in printed for scale in (1, 100)):
+                yield line + text.count("\n", 0, match.start()), figure
+        line += section.count("\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", nargs="*", type=Path, default=[Path(name) for name in DOCUMENTS])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--from", dest="folder", type=Path, default=Path())
     options = parser.parse_args()
-    differs = False
+    wrong = False
     for path in options.documents:
         text, differing, missing = renewed(path.read_text(), options.folder)
         for name in missing:
             print(f"{path}: {name} is not there; not compared", file=sys.stderr)
         for name in differing:
             print(f"{path}: {'renewed' if options.write else 'differs'} from {name}")
+        for line, figure in unprinted(text):
+            print(f"{path}:{line}: {figure} is in no printed block of its section")
+            wrong = True
         if options.write:
             path.write_text(text)
-        differs |= bool(differing)
-    sys.exit(1 if differs and not options.write else 0)
+        wrong |= bool(differing) and not options.write
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`slipstream benchmark`: simulates all policies on a versioned set of cases."""
 
 import json as jsonlib
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,21 +16,17 @@ from slipstream.cli.fleet import (
     CASES,
     GROUP,
     POLICIES,
-    VERSION,
-    CaseResult,
     EntryError,
-    Fidelity,
     Policy,
-    Returned,
+    Report,
     Table,
-    fidelity,
     installed_policy,
     read_entry,
-    returned,
+    read_report,
     run_case,
 )
 from slipstream.cli.shared.console import err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import require_writable, write_or_refuse
+from slipstream.cli.shared.inputs import is_there, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
 from slipstream.cli.shared.planning import compile_planner
 
@@ -47,15 +44,18 @@ Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=RUN, metavar="N",
 Processes = Annotated[int, typer.Option("--processes", rich_help_panel=RUN, metavar="N", min=1, max=256, help=(
     "Simulate so many seeds at a time."))]
 Folder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="DIR", help=(
-    "Where benchmark.json, .html and .md go."))]
+    "Where benchmark.json, .html and .md go; they are written anew after each case."))]
+Add = Annotated[bool, typer.Option("--add", rich_help_panel=ANSWER, help=(
+    "Keep the other cases that DIR/benchmark.json has."))]
 
 
 def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None, seeds: Seeds = 5,
-              processes: Processes = 2, folder: Folder = Path("benchmark"), json: Json = False) -> None:
+              processes: Processes = 2, folder: Folder = Path("benchmark"), add: Add = False,
+              json: Json = False) -> None:
     """Simulate all policies, and systems of others, on a versioned set of jobs and failures, with fixed seeds.
 
     Writes one page, its tables in Markdown, and one JSON file. What each policy is taken from, and how far it is from
-    its published figures, is part of them.
+    its published figures, is part of them. Ctrl-C keeps the cases that were finished.
     """
     names = _known(case, CASES, "--case")
     chosen = _known(policy, POLICIES, "--policy") if policy else []
@@ -63,33 +63,48 @@ def benchmark(case: Names = None, policy: Policies = None, entry: Entries = None
     _require_names(entries)
     for name in ("benchmark.json", "benchmark.html", "benchmark.md"):
         require_writable(folder / name)
+    report = _earlier(folder / "benchmark.json") if add else Report()
     compile_planner()
-    results: list[CaseResult] = []
+    finished = 0
     try:
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
                       transient=True, disable=not err.is_terminal) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task("published figures", total=None)
             for name in names:
-                results.append(run_case(
+                began = os.times()
+                result = run_case(
                     CASES[name], seeds=seeds, processes=processes, names=chosen, entries=entries,
-                    progress=lambda text, name=name: bar.update(task, description=f"{name}: {text}")))  # type: ignore[misc]
-            bar.update(task, description="published figures")
-            near_published = fidelity(results)
+                    progress=lambda text, name=name: bar.update(task, description=f"{name}: {text}"))  # type: ignore[misc]
+                report = report.with_case(result, sum(os.times()[:4]) - sum(began[:4]))
+                _write(report, folder)
+                finished += 1
     except EntryError as error:
         refuse(f"--entry {error}")
     except KeyboardInterrupt:
-        err.print("interrupted; nothing was written", style="yellow")
+        err.print("interrupted; " + ("some cases are missing" if finished else "nothing was written"), style="yellow")
         raise typer.Exit(130) from None
-    back = returned(results)
-    report = _report(results, near_published, back, seeds)
-    write_or_refuse(folder / "benchmark.json", f"{jsonlib.dumps(report, indent=1)}\n".encode())
-    write_or_refuse(folder / "benchmark.html", benchmark_page(results, near_published, back, seeds))
-    write_or_refuse(folder / "benchmark.md", benchmark_markdown(results, near_published, back).encode())
     if json:
-        print_json(report)
+        print_json(msgspec.to_builtins(report))
     else:
-        _print(results, near_published, back)
+        _print(report)
     err.print(f"written to {folder}", soft_wrap=True)
+
+
+def _write(report: Report, folder: Path) -> None:
+    text = jsonlib.dumps(msgspec.to_builtins(report), indent=1)
+    write_or_refuse(folder / "benchmark.html", benchmark_page(report))
+    write_or_refuse(folder / "benchmark.md", benchmark_markdown(report).encode())
+    write_or_refuse(folder / "benchmark.json", f"{text}\n".encode())
+
+
+def _earlier(path: Path) -> Report:
+    """What the file has of this version of the set; nothing where it is not there."""
+    if not is_there(path):
+        return Report()
+    try:
+        return read_report(path)
+    except ValueError as error:
+        refuse(f"--add: {error}")
 
 
 def _known(given: list[str] | None, known: object, option: str) -> list[str]:
@@ -124,30 +139,20 @@ def _require_names(entries: list[Table | type[Policy]]) -> None:
                 refuse(f"--entry {one.name}: cases.{name}: expected one of {', '.join(CASES)}{near(name, CASES)}")
 
 
-def _report(results: list[CaseResult], near_published: list[Fidelity], back: list[Returned], seeds: int) -> \
-        dict[str, object]:
-    return {
-        "set": VERSION, "seeds": seeds, "cases": msgspec.to_builtins(results),
-        "summary": {result.case.name: {one.name: {
-            "goodput": one.spread(lambda measures: measures.goodput).mean,
-            "goodput_deviation": one.spread(lambda measures: measures.goodput).deviation,
-            "ettr": one.spread(lambda measures: measures.ettr).mean} for one in result.policies} for result in results},
-        "published": [{**msgspec.to_builtins(one), "off": one.off} for one in near_published],
-        "returned": msgspec.to_builtins(back)}
-
-
-def _print(results: list[CaseResult], near_published: list[Fidelity], back: list[Returned]) -> None:
-    for result in results:
+def _print(report: Report) -> None:
+    for result in report.cases:
         out.print(f"{result.case.name}: {result.case.title}", style="bold", soft_wrap=True)
         grid = Grid(*(HEAD[column] for column in COLUMNS), box=None, header_style="bold")
         for is_reference, cells in table_rows(result):
             grid.add_row(*(cells[column] for column in COLUMNS), style="dim" if is_reference else None)
         out.print(grid)
-    out.print(summary(results), soft_wrap=True)
-    for one in near_published:
+        err.print(f"note: {result.case.name}: {result.seeds} seeds, {report.cpu_seconds[result.case.name]:.0f} s of "
+                  "processors", style="dim", soft_wrap=True)
+    out.print(summary(report.cases), soft_wrap=True)
+    for one in report.published:
         out.print(f"{one.policy}, {one.what}: published {one.published:.4g}, simulated {one.simulated:.4g}, "
                   f"{one.off:+.1%}", style="dim", soft_wrap=True)
-    for other in back:
+    for other in report.returned:
         out.print(f"{other.case}: {other.policy} lacks {shown(other.missing)} of the time; slipstream brings back "
                   f"{shown(other.back)}; of its own fault-free throughput it keeps {shown(other.kept)} more",
                   soft_wrap=True)

@@ -126,7 +126,7 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
             *details(made, others, transition(made.schedule, wanted, bandwidth)),
             *(tally_lines(made) if verbose else [])]
     out.print("\n".join(first))
-    out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
+    out.print(timeline(made.schedule, out.width, screen([*first, *rest])))
     out.print("\n".join(rest))
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)

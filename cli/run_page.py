@@ -12,7 +12,7 @@ from dataclasses import astuple
 from html import escape
 from pathlib import Path
 
-from slipstream.cli.drawing.page_file import as_data, filled
+from slipstream.cli.drawing.page_file import as_data, filled, packed
 from slipstream.cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, charts, described, points, settling, ticks
 from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.event_words import Group, group, sentence
@@ -46,7 +46,7 @@ def run_page(run: RunRecord, page: Path) -> bytes:
         "stretches": [[one.begin, one.end, described(one)] for one in run.stretches],
         "events": [[one.at, group(one.event), sentence(one.event)] for one in events],
         "shell": timeline_shell("TITLE", "{{DATA}}") if schedules else "",
-        "schedules": {digest: timeline_data([Shown(name, schedule, _violation(schedule))])
+        "schedules": {digest: packed(timeline_data([Shown(name, schedule, _violation(schedule))]))
                       for digest, (name, schedule) in schedules.items()},
     }
     parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),

@@ -12,7 +12,14 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
+from slipstream.cli.drawing.simulation_report import (
+    described,
+    page,
+    seconds,
+    tokens_per_gpu_hour,
+    verdict,
+    worker_hours,
+)
 from slipstream.cli.fleet import (
     FAILURE_MODELS,
     PLAN_SECONDS,
@@ -30,6 +37,7 @@ from slipstream.cli.fleet import (
     TraceFileError,
     compare,
     costs_for,
+    died,
     draw_slow,
     draw_trace,
     fail_together,
@@ -41,13 +49,15 @@ from slipstream.cli.fleet import (
     throughputs_over_traces,
 )
 from slipstream.cli.shared.console import answer_no, err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.inputs import failed_workers, is_there, read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import checking_interrupts
 from slipstream.cli.shared.options import ANSWER, JobFile, Json
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
+from slipstream.planner.budget import STEP_SECONDS
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
+from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.table import Table, library
 
@@ -85,6 +95,11 @@ Gpus = Annotated[int | None, typer.Option("--gpus-per-worker", rich_help_panel=F
     "workers of its node are down."))]
 FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
     "Draw slow workers and slow links, too, at published rates: a job that waits for them takes 1.34 times as long."))]
+Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=FAILURES, metavar="D.S", help=(
+    "No trace: this worker, PIPELINE.STAGE, dies in the first minute and stays away; may be repeated. --days: 1."))]
+Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
+    "Search for so many counted steps for each plan with layers that move. A core makes about 400,000 a second. "
+    f"Default: by the size of the job, at most those of {SETTLE_SECONDS:g} s."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
                                             metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
@@ -99,9 +114,10 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
 
 
 def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
-             table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, days: Days = None,
-             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None, fail_slow: FailSlow = False, tokens: Tokens = None,
-             parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None, json: Json = False) -> None:
+             table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, failed: Failed = None,
+             days: Days = None, seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None, fail_slow: FailSlow = False,
+             tokens: Tokens = None, parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None,
+             steps: Steps = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
@@ -110,9 +126,15 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     again = chosen_recomputation(job, wanted, PlanOptions())
     wanted = wanted if again is None else again.job
     kinds = _policies(policy)
-    _require_consistent(trace, {"--preset": preset, "--mtbf": mtbf, "--days": days}, html, seeds, fail_slow=fail_slow)
-    make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
-                        fail_slow)
+    drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
+    _require_consistent(trace, failed, drawing, days, html, seeds)
+    make: Callable[[int], AvailabilityTrace]
+    if failed:
+        dead = failed_workers(wanted, failed, None)
+        make = functools.cache(lambda _: _died(wanted, dead, days or 1.0, gpus or wanted.ranks))
+    else:
+        make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
+                            fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     known, first = None if table is None else _table(table), make(seed)
@@ -124,11 +146,11 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, known, describe)
+            throughputs = _throughputs(wanted, samples, known, steps, describe)
             if seeds > 1:
-                if trace is not None and _same(first, make(seed + 1)):
-                    err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
-                              "one", style="dim", soft_wrap=True)
+                if (trace is not None or failed) and _same(first, make(seed + 1)):
+                    err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
+                              "this is one", style="dim", soft_wrap=True)
                     seeds = 1
                 traces = [first, *(make(seed + index) for index in range(1, seeds))]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
@@ -142,12 +164,13 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
-        write_or_refuse(target, page(result, job=wanted.name, shape=_grid(wanted), notes=_notes(costs, samples, table),
+        notes = _notes(costs, samples, table, _searched(steps))
+        write_or_refuse(target, page(result, job=wanted.name, shape=_grid(wanted), notes=notes,
                                      tokens=tokens or _tokens(wanted)))
     if json:
         print_json(_report(result, tokens or _tokens(wanted)))
     else:
-        _print(result, wanted, tokens or _tokens(wanted))
+        _print(result, wanted, tokens or _tokens(wanted), _searched(steps))
     if target is not None:
         err.print(f"report written to {target}", soft_wrap=True)
     if len(result.runs) < len(kinds):
@@ -158,16 +181,24 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
 # --- Input ------------------------------------------------------------------------------------------------------------
 
 
-def _require_consistent(trace: Path | None, drawing: Mapping[str, float | str | None], html: Path | None, seeds: int, *,
-                        fail_slow: bool) -> None:
+def _require_consistent(trace: Path | None, failed: list[str] | None, drawing: Mapping[str, object], days: float | None,
+                        html: Path | None, seeds: int) -> None:
     """Refuse options that others leave without a meaning. `drawing`: those of failures that are drawn."""
-    if trace is not None and fail_slow:
-        refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
-    given = [name for name, value in drawing.items() if value is not None]
+    given = [name for name, value in {"--failed": failed, **drawing, "--days": days}.items() if value is not None]
     if trace is not None and given:
-        refuse(f"{given[0]}: only where failures are drawn; a trace says itself when workers fail, and how long it is")
+        refuse(f"{given[0]}: not with --trace; a trace says itself who fails or is slow when, and how long it is")
+    given = [name for name, value in drawing.items() if value is not None]
+    if failed and given:
+        refuse(f"{given[0]}: only where failures are drawn, not with --failed")
     if html is not None and seeds > 1:
         refuse("--html: the report is of one trace; leave out --seeds")
+
+
+def _died(job: Job, dead: Sequence[Worker], days: float, gpus: int) -> AvailabilityTrace:
+    try:
+        return died(job, dead, days, gpus)
+    except ValueError as error:
+        refuse(f"--failed {error}")
 
 
 def _policies(names: list[str] | None) -> list[type[Policy]]:
@@ -241,10 +272,12 @@ def _table(folder: Path) -> Table:
         refuse(f"--table: {error}")
 
 
-def _throughputs(job: Job, samples: float, table: Table | None, describe: Callable[[str], None]) -> Throughputs:
+def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
+                 describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
+        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe,
+                           settle_seconds=None if steps is None else steps * STEP_SECONDS)
     except NoPlanError as error:
         answer_no(error)
     except ValueError as error:
@@ -276,12 +309,17 @@ def _grid(job: Job) -> str:
     return f"{job.pipelines} pipelines x {job.stages} stages, {sum(job.microbatches)} micro-batches an iteration"
 
 
-def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
+def _searched(steps: int | None) -> str:
+    """How long plans were searched for, in a line."""
+    moved = f"at most {SETTLE_SECONDS:g} s" if steps is None else f"{steps * STEP_SECONDS:.3g} s"
+    return (f"plans were searched for {PLAN_SECONDS:g} s each, and {moved} where layers move, in counted steps; with "
+            "more --steps, here and in `slipstream plan`, better ones are found")
+
+
+def _notes(costs: Costs, samples: float, table: Path | None, searched: str) -> Sequence[str]:
     return (
         f"{samples:g} samples per micro-batch",
-        "schedules " + (f"from the table {table}, others " if table else "") + "planned on the spot by list schedules, "
-        f"in as many counted steps as {PLAN_SECONDS:g} s have, or {SETTLE_SECONDS:g} s at most where layers move; "
-        "`slipstream plan` and `table` with more time find better ones",
+        (f"schedules from the table {table}; others " if table else "") + searched,
         f"costs for {costs.parameters:.3g} parameters: switch {costs.switch_seconds:g} s, loading a stage "
         f"{costs.load_seconds:.3g} s, restart {costs.restart_seconds:.3g} s, checkpoint {costs.checkpoint_seconds:.3g} "
         f"s, Oobleck's reconfiguration {costs.oobleck_seconds:.3g} s, Bamboo's {costs.bamboo_seconds:.3g} s",
@@ -309,7 +347,7 @@ def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
     }
 
 
-def _print(result: Comparison, job: Job, tokens: int | None) -> None:
+def _print(result: Comparison, job: Job, tokens: int | None, searched: str) -> None:
     out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", soft_wrap=True)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
@@ -325,18 +363,19 @@ def _print(result: Comparison, job: Job, tokens: int | None) -> None:
     out.print(grid)
     out.print(_measures(result, tokens))
     out.print(verdict(result), soft_wrap=True)
-    for note in result.trace.notes:
+    for note in (*result.trace.notes, searched):
         err.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
 def _measures(result: Comparison, tokens: int | None) -> Grid:
     """ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
-    grid = Grid("policy", "ETTR", "goodput", "s to recover", "tokens/GPU-hour", box=None, header_style="bold")
+    grid = Grid("policy", "ETTR", "goodput", "s to recover", *["tokens/GPU-hour"] * bool(tokens), box=None,
+                header_style="bold")
     for name, run in result.runs.items():
         made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
         grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
-                     f"{run.seconds_to_recover:.3g}",
-                     f"{made:.4g}" if made is not None else "-", style="dim" if POLICIES[name].is_reference else None)
+                     seconds(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
+                     style="dim" if POLICIES[name].is_reference else None)
     return grid
 
 

@@ -83,6 +83,7 @@ from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.runtime.replay.placement import PlacementError
 from slipstream.runtime.run_folder import FolderError, left_behind
 from slipstream.schedules.check import check
+from slipstream.schedules.codec import ScheduleError
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
@@ -264,7 +265,7 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
     """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143)."""
     try:
         yield
-    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError) as error:
+    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError, ScheduleError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")

@@ -4,11 +4,8 @@ All answers are of the same job as the schedule that the run began with, and rai
 """
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,8 +17,7 @@ from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
-from slipstream.planner.tables.process_pool import PoolError, run_all
-from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.check import check
 from slipstream.schedules.costs import Room
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.memory import memory_peaks, room
@@ -38,12 +34,12 @@ MEANWHILE_SECONDS = 2.0
 """Of one for other speeds, for which nobody waits."""
 LARGE_SECONDS = 10.0
 """Of one that is too large to be put together within the others."""
+LARGE = 10_000
+"""Stages of micro-batches of a large job."""
 ROLES_SECONDS = 10.0
 """Of one in which workers take over other roles: several are planned."""
 SETTLED_SECONDS = 10.0
 """Of one to come to, which is planned while all train."""
-NICENESS = 10
-"""Of the process that plans meanwhile: the workers of its machine go first."""
 ROUNDED = 1e-9
 """Units of memory."""
 
@@ -51,16 +47,6 @@ Speeds = tuple[tuple[Worker, float], ...]
 """Workers that do not take the usual time, sorted, each with its factor of it."""
 Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 """The layers that each live worker holds, sorted."""
-
-
-class _Task(NamedTuple):
-    """What to plan."""
-
-    options: PlanOptions
-    down: tuple[Worker, ...]
-
-    def __str__(self) -> str:
-        return f"the plan without {', '.join(map(str, self.down))}"
 
 
 class FailurePlanner:
@@ -97,14 +83,13 @@ class FailurePlanner:
         return plan_only(options, self._job_at(speeds), down).schedule
 
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
-        """The best schedule to come to, whatever moves for it: from the table, or by a process of its own."""
+        """The best schedule to come to, whatever moves for it: from the table, or planned."""
         found = None if speeds else self._settled_in_table(down, held)
         if found is not None:
             return found
         options = msgspec.structs.replace(self._options, layers="move", time_limit=self._settled_seconds, holds=held)
         with _no_plan():
-            ((_, answer),) = run_all(partial(_plan, self._job_at(speeds)), [_Task(options, down)], 1, (NoPlanError,))
-        return decode(answer)
+            return plan_only(options, self._job_at(speeds), down).schedule
 
     def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """The schedule for which all layers are read anew."""
@@ -129,14 +114,17 @@ class FailurePlanner:
 
     def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False,
                  settled: bool = False) -> Schedule | None:
-        """The table's schedule, if it has one for this job, for which all have room."""
+        """The table's schedule, if it has one for this job, for which all have room, and which keeps all rules."""
         found = None if self._table is None else self._table.lookup(
             down, held_elsewhere=held_elsewhere, settled=settled, nodes=self._job.nodes)
-        fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule)
+        fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule) \
+            and not check(found.schedule)
         return found.schedule if found is not None and fits else None
 
     def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        options = msgspec.structs.replace(self._greedy, time_limit=seconds)
+        # Of a large job, slices would take longer to find than they bring.
+        large = job.stages * sum(job.microbatches) > LARGE
+        options = msgspec.structs.replace(self._greedy, time_limit=seconds, slices=not large)
         if dead_column(down, self._first.grid) is not None:
             # One of another stage, which may have taken over there before, holds its layers: roles must move.
             return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
@@ -149,17 +137,11 @@ class FailurePlanner:
         return planned.schedule
 
 
-def _plan(job: Job, task: _Task) -> bytes:
-    """In a process of its own."""
-    os.nice(NICENESS)
-    return encode(plan_only(task.options, job, task.down).schedule)
-
-
 @contextmanager
 def _no_plan() -> Iterator[None]:
     try:
         yield
-    except (TableError, PoolError, TooLargeError) as error:
+    except (TableError, TooLargeError) as error:
         raise NoPlanError(" ".join(str(error).split())) from None
 
 

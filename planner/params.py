@@ -170,6 +170,8 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """and of the time for list schedules."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
+    small_share: Share = 0.25
+    """Of the time left after these, for the problem as it is, where CP-SAT can improve it."""
     restarts: Rounds = ((7, 0.25), (3, 0.35))
     """How many of the most promising layouts have random steps from their best list schedules, and the share of the
     time left that they have together, in turns;"""

@@ -18,16 +18,16 @@ from slipstream.planner.budget import Budget, ProgressCallback, quiet
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.layout.bounds import work_bound
 from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.decompose import Piece, decompose
-from slipstream.planner.model.from_job import layout_problem
+from slipstream.planner.model.from_job import layered_problem
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.model.work_bounds import work_bound
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.assignment import assign
@@ -143,7 +143,7 @@ class Periods:
 
 def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
     """Seconds that no plan is shorter than, whatever layers live workers hold: the work that they share."""
-    return float(work_bound(layout_problem(job, failed, layers="move")) * tick_of(job, layer_costs(job)))
+    return float(work_bound(layered_problem(job, failed)) * tick_of(job, layer_costs(job)))
 
 
 def _round_robin(problem: Problem) -> Pieces:

@@ -16,14 +16,13 @@ from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
-from slipstream.planner.layout.bounds import period_bound
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.layout.types import Layout
 from slipstream.planner.model.bounds import exact_bound
-from slipstream.planner.model.from_job import layout_problem, problem_of_layout
-from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.layout import Layout
+from slipstream.planner.model.problem import Problem, Question
 from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.model.work_bounds import period_bound
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
 from slipstream.schedules.layers import layers_in
@@ -37,9 +36,9 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         return Proposals(problem)
-    backward, optimizer = options.backward or "split", options.optimizer or "staggered"
-    given = layout_problem(job, failed, backward=backward, layers=options.layers, sliced=options.slices,
-                           from_checkpoint=options.from_checkpoint, holds=dict(options.holds))
+    question = Question(layers=options.layers, sliced=options.slices, from_checkpoint=options.from_checkpoint)
+    given = layered_problem(job, failed, question, backward=options.backward or "split",
+                            optimizer=options.optimizer or "staggered", holds=dict(options.holds))
     costs = layer_costs(job)
     tick = tick_of(job, costs)
     scale = tick_of(job) / tick  # ticks of a layout's problem in one of the problem as it is
@@ -52,8 +51,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
             for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
-                made = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer, least=least)
-                yield divided(made, least, moved=_moved(given, layout))
+                yield divided(with_layout(given, layout, least), least, moved=_moved(given, layout))
         except LookupError as error:
             if options.from_checkpoint:
                 raise
@@ -61,7 +59,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
                               ) from None
 
     return Proposals(problem, bound=rounding.of_stages(least, scale), layouts=layouts,
-                     units=given.total_microbatches * len(given.paths[0]), moving=options.layers == "move")
+                     units=given.grid.total_microbatches * given.grid.depth, moving=options.layers == "move")
 
 
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
@@ -103,8 +101,8 @@ def _rounding(job: Job, costs: LayerCosts, tick: Fraction, scale: Fraction) -> _
                      + 2 * math.ceil(scale) * stages)
 
 
-def _moved(given: LayoutProblem, layout: Layout) -> int:
+def _moved(given: Problem, layout: Layout) -> int:
     """Memory of the layers that workers hold in a layout and did not hold before; without weights, their number."""
-    weights = given.weights if any(given.weights) else (1,) * given.layer_count
-    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.holds[worker]
+    weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
+    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
                for layer in layers_in(ranges).difference(given.layers_held(worker)))

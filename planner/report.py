@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.layout.bounds import ticks_of_work
+from slipstream.planner.model.work_bounds import ticks_of_work
 from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.transition import BANDWIDTH, pays_after_iterations, transition

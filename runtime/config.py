@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from slipstream.runtime.config_errors import explain
+from slipstream.schedules.schedule import OpKind
 
 DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
@@ -126,6 +127,10 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward_input) == len(self.backward_weight):
             raise ValueError("training.length_costs: its three lists differ in length")
+
+    def of(self, kind: OpKind) -> tuple[Coefficients, ...]:
+        """What F, I or W takes, by layer."""
+        return {OpKind.F: self.forward, OpKind.I: self.backward_input, OpKind.W: self.backward_weight}[kind]
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -57,6 +57,7 @@ from slipstream.runtime.run_options import RunOptions as RunOptions
 from slipstream.runtime.run_result import RunResult as RunResult
 from slipstream.runtime.run_result import result_of
 from slipstream.schedules import codec
+from slipstream.schedules.files import write_atomically
 from slipstream.schedules.measured_trace import write_measured_trace
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -82,9 +83,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
-    cannot be written, RendezvousError when node 0 cannot listen at its address, RunError when failures leave no way to
-    go on, and RunStopped, which is a KeyboardInterrupt, after SIGTERM or Ctrl-C. Then no process is left, and the
-    losses of the committed iterations are on disk.
+    cannot be written, ScheduleError when the schedule is too large for a file, RendezvousError when node 0 cannot
+    listen at its address, RunError when failures leave no way to go on, and RunStopped, which is a KeyboardInterrupt,
+    after SIGTERM or Ctrl-C. Then no process is left, and the losses of the committed iterations are on disk.
     """
     if iterations is not None:
         try:
@@ -174,8 +175,9 @@ class _Launch:
             listener, opened = self._listen(behind)
             stack.callback(listener.close)
             if behind is None:
+                encoded = codec.encode(self.schedule)
                 claim(out, resume, config, force=options.force, again=options.again)
-                codec.write(self.schedule, out / "schedule.json")
+                write_atomically(out / "schedule.json", encoded)
             stack.push(partial(_unless_failed, clean_up, out))
             fork_server = held.take(adopted)
             store, store_address = host_store(Rendezvous(opened.host, 0))
@@ -282,6 +284,7 @@ class _Launch:
                    layer_bytes=() if resilience.settling is None else state_bytes(
                        self.fit.model, self.config.training, self.schedule.grid.pipelines),
                    shared_layers=self.fit.shared_layers, whole_schedules=self.fit.whole_schedules,
+                   length_costs=self.fit.length_costs,
                    elements=self.fit.elements, secret=settings.secret, notify=options.notify,
                    grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,

@@ -53,7 +53,7 @@ def encode(schedule: Schedule) -> bytes:
     Raises ScheduleError for a schedule that is too large to be read again.
     """
     try:
-        _require_few_ops(schedule)
+        require_few_ops(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         fields |= {name: value for name in _FIELDS if (value := getattr(schedule, name)) is not msgspec.UNSET}
         data = msgspec.json.encode(fields) + b"\n"
@@ -134,13 +134,14 @@ def validate(schedule: Schedule) -> None:
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
-    _require_few_ops(schedule)
+    require_few_ops(schedule)
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
             _validate_op(f"programs[{index}][{position}]", op, schedule)
 
 
-def _require_few_ops(schedule: Schedule) -> None:
+def require_few_ops(schedule: Schedule) -> None:
+    """Raises ValueError for a schedule of more ops than are read."""
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
         raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")

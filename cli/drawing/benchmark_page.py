@@ -1,20 +1,20 @@
 """The page of the benchmark: for each case who trains most, where the time goes, and which parameter matters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS
+from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, seconds
 from slipstream.cli.drawing.svg_chart import bars, tornado
 from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
-    VERSION,
     CaseResult,
     Cause,
     Fidelity,
     Measures,
     PolicyResult,
+    Report,
     Returned,
     Spread,
     causes,
@@ -22,41 +22,61 @@ from slipstream.cli.fleet import (
 
 FIRST, SECOND = "#2f81f7", "#d29922"
 """Of the two values of a parameter."""
-OURS = ("slipstream", "slipstream-fixed")
-READING = ("Goodput: samples over those of the best policy with all workers alive all the time. ETTR: share of the "
-              "time in which something is trained for the first time. Dollars: at {price:g} for an hour of each GPU of "
-           "the cluster, idle, spare and dead ones too (assumed). Means over {seeds} seeds; &plusmn;: one standard "
-           "deviation.")
+READING = ("Goodput: samples trained, over those of the best policy if all workers were alive all the time. Higher is "
+           "better; 100 % is a cluster that never fails. ETTR: share of the time in which something is trained for the "
+           "first time, at whatever speed. Dollars: at {price:g} for an hour of each GPU of the cluster, idle, spare "
+           "and dead ones too (assumed). &plusmn;: one standard deviation over seeds. Reference lines (in italics) are "
+           "no systems.")
 
-
-def benchmark_page(results: Sequence[CaseResult], fidelity: Sequence[Fidelity], back: Sequence[Returned],
-                   seeds: int) -> bytes:
-    """The whole page."""
-    parts = [f"<h1>Slipstream benchmark, set {escape(VERSION)}</h1>", f'<p class="lead">{escape(summary(results))}</p>',
-             f'<p class="dim">{READING.format(price=DOLLARS_PER_GPU_HOUR, seeds=seeds)}</p>']
-    for result in results:
+def benchmark_page(report: Report) -> bytes:
+    """The whole page: who is first, then each case."""
+    parts = [f"<h1>Slipstream benchmark, set {escape(report.set)}</h1>",
+             '<p class="dim">Ways to keep training while machines fail, simulated on the same jobs and failures.</p>',
+             f'<p class="lead">{escape(summary(report.cases))}</p>', "<h2>Goodput in each case</h2>", _overview(report),
+             '<p class="dim">* most of the case.</p>',
+             f'<p class="dim">{READING.format(price=DOLLARS_PER_GPU_HOUR)}</p>']
+    if report.returned:
+        head, rows = returned_rows(report.returned)
+        parts += ["<h2>What comes back</h2>", grid(head, [(False, row) for row in rows])]
+    for result in report.cases:
         parts += _case(result)
-    if back:
-        parts += ["<h2>What comes back</h2>", _returned(back)]
-    parts += ["<h2>How far models are from what they model</h2>", _fidelity(fidelity),
-              "<h2>What is taken from where</h2>", _sources(results)]
-    return document(f"Slipstream benchmark, set {VERSION}", "\n".join(parts))
+    parts += ["<h2>How far models are from what they model</h2>", _fidelity(report.published),
+              "<h2>What is taken from where</h2>", _sources(report.cases)]
+    return document(f"Slipstream benchmark, set {report.set}", "\n".join(parts))
 
 
 def summary(results: Sequence[CaseResult]) -> str:
     """One sentence: who is first in each case, and how far ahead of the first one that is not of the same project."""
     texts = []
     for result in results:
-        ranked = sorted((one for one in result.policies if not one.is_reference), reverse=True,
-                        key=lambda one: one.spread(_goodput).mean)
+        ranked = result.ranked()
         others = [one for one in ranked[1:] if not (one.name in OURS and ranked[0].name in OURS)]
         if others:
-            ahead = ranked[0].spread(_goodput).mean / (others[0].spread(_goodput).mean or math.nan)
+            ahead = ranked[0].spread(goodput).mean / (others[0].spread(goodput).mean or math.nan)
             texts.append(f"{result.case.name}: {ranked[0].name}, {ahead:.2f} times {others[0].name}")
     return "Most trained, by case. " + "; ".join(texts) + "." if texts else "One policy only."
 
 
-def _goodput(measures: Measures) -> float:
+def by_case(report: Report, of: Callable[[Measures], float | None]) -> list[tuple[str, Sequence[Spread | None]]]:
+    """A row for each system: its name, and a measure by case (None: not run). The systems that were run in most cases
+    come first, and of these the ones with the most goodput in the last case.
+    """
+    found = [{one.name: one.spread(of) for one in result.policies} for result in report.cases]
+    ranked = [one.name for result in reversed(report.cases) for one in result.ranked()]
+    names = sorted(dict.fromkeys(ranked), key=lambda name: -ranked.count(name))
+    return [(name, [case.get(name) for case in found]) for name in names]
+
+
+def _overview(report: Report) -> str:
+    first = [result.ranked()[0].name for result in report.cases]
+    rows = [(False, (name, *("" if one is None else f"{one.mean:.1%}{' *' if name == best else ''}"
+                             for one, best in zip(spreads, first, strict=True))))
+            for name, spreads in by_case(report, goodput)]
+    return grid(("policy", *(f"{one.case.name}, {one.gpus:,} GPUs" for one in report.cases)), rows)
+
+
+def goodput(measures: Measures) -> float:
+    """Of one policy and seed."""
     return measures.goodput
 
 
@@ -73,14 +93,14 @@ def shown(spread: Spread, *, is_share: bool = True) -> str:
 
 def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
     """A row for each policy, best first, reference lines last."""
-    ranked = sorted(result.policies, key=lambda one: (one.is_reference, -one.spread(_goodput).mean))
+    ranked = [*result.ranked(), *(one for one in result.policies if one.is_reference)]
     return [(one.is_reference, (
-        one.name, "-" if one.is_reference else shown(one.spread(_goodput)),
+        one.name, "-" if one.is_reference else shown(one.spread(goodput)),
         shown(one.spread(lambda measures: measures.ettr)),
         shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
         f"{one.spread(lambda measures: measures.tokens).mean / 1e9:,.0f}",
         shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
-        f"{one.spread(lambda measures: measures.seconds_to_recover).mean:.3g}")) for one in ranked]
+        seconds(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
 
 
 HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")
@@ -89,7 +109,8 @@ HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e
 def _case(result: CaseResult) -> list[str]:
     case = result.case
     text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {result.hours:,.0f} h, {result.failures:,.0f} failures "
-            f"on average; plans with layers that move searched for {case.settle_seconds:g} s each")
+            f"on average; means over {result.seeds} seeds; plans with layers that move searched for "
+            f"{case.settle_seconds:g} s each")
     parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
              grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",
              '<p class="dim">Hours of the best policy with all workers alive that a policy is short of, whatever the '
@@ -107,8 +128,7 @@ def _case(result: CaseResult) -> list[str]:
 
 
 def _lost(result: CaseResult) -> str:
-    systems = sorted((one for one in result.policies if not one.is_reference), reverse=True,
-                     key=lambda one: one.spread(_goodput).mean)
+    systems = result.ranked()
     used = causes(systems)
     rows = {one.name: {cause.value: mean_lost(one, cause) for cause in used} for one in systems}
     legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in used)
@@ -122,10 +142,11 @@ def mean_lost(one: PolicyResult, cause: Cause) -> float:
     return max(0.0, one.spread(lambda measures: measures.hours_lost[cause.value]).mean)
 
 
-def _returned(back: Sequence[Returned]) -> str:
-    rows = [(False, (one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept))) for one in back]
-    return grid(("case", "policy", "of the time it trains nothing new", "of the time slipstream brings back",
-                 "of its own fault-free throughput slipstream keeps more"), rows)
+def returned_rows(back: Sequence[Returned]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The head and the rows of the table of what comes back."""
+    return (("case", "policy", "of the time it trains nothing new", "of the time slipstream brings back",
+             "of its own fault-free throughput slipstream keeps more"),
+            [(one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept)) for one in back])
 
 
 def _fidelity(fidelity: Sequence[Fidelity]) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from slipstream.cli.drawing.benchmark_page import HEAD, shown, table_rows
-from slipstream.cli.fleet import CaseResult, Fidelity, Returned
+from slipstream.cli.drawing.benchmark_page import by_case, goodput, returned_rows, shown
+from slipstream.cli.fleet import Report
 
 COLUMNS = (0, 1, 2, 5)
 """Of the page's table those that a narrow one has room for."""
@@ -11,23 +11,24 @@ PARAMETERS = 4
 """The widest so many, of what parameters change."""
 
 
-def benchmark_markdown(results: Sequence[CaseResult], fidelity: Sequence[Fidelity], back: Sequence[Returned]) -> str:
+def benchmark_markdown(report: Report) -> str:
     """What each policy makes in each case, which parameters matter most, what comes back, how near models are."""
-    parts = []
-    for result in results:
-        parts += [f"**{result.case.name}**: {result.case.title}; {len(result.policies[0].seeds)} seeds",
-                  _table([HEAD[column] for column in COLUMNS],
-                         [[cells[column] for column in COLUMNS] for _, cells in table_rows(result)])]
-    widest = [(result.case.name, row) for result in results for row in result.sensitivity[:PARAMETERS]]
+    parts = ["\n".join(f"- **{one.case.name}**: {one.case.title}; seeds: {one.seeds}" for one in report.cases)]
+    for name, of in (("Goodput", goodput), ("ETTR", lambda measures: measures.ettr)):
+        rows = [(policy, *("" if one is None else shown(one) for one in spreads)) for policy, spreads in
+                by_case(report, of)]
+        parts += [f"{name}:", _table(("policy", *(one.case.name for one in report.cases)), rows)]
+    widest = [(result.case.name, row) for result in report.cases for row in result.sensitivity[:PARAMETERS]]
     if widest:
-        parts.append(_table(("case", "parameter", "goodput at the first", "at the second"), [
-            (name, row.parameter, f"{row.low:.1%}", f"{row.high:.1%}") for name, row in widest]))
-    if back:
-        parts.append(_table(
-            ("case", "policy", "of the time it lacks", "ETTR that slipstream brings back", "kept of its own, likewise"),
-            [(one.case, one.policy, shown(one.missing), shown(one.back), shown(one.kept)) for one in back]))
-    parts.append(_table(("policy", "figure", "published", "simulated", "off"), [
-        (one.policy, one.what, f"{one.published:.4g}", f"{one.simulated:.4g}", f"{one.off:+.1%}") for one in fidelity]))
+        parts += ["Which parameter matters, by goodput of slipstream:",
+                  _table(("case", "parameter", "at the first", "at the second"), [
+                      (name, row.parameter, f"{row.low:.1%}", f"{row.high:.1%}") for name, row in widest])]
+    if report.returned:
+        parts += ["What comes back:", _table(*returned_rows(report.returned))]
+    parts += ["How far models are from what they model:", _table(
+        ("policy", "figure", "published", "simulated", "off"), [
+            (one.policy, one.what, f"{one.published:.4g}", f"{one.simulated:.4g}", f"{one.off:+.1%}")
+            for one in report.published])]
     return "\n\n".join(parts) + "\n"
 
 

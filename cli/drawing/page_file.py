@@ -1,6 +1,8 @@
 """Pages as files that work offline: a template of `cli/page/` with its parts put in."""
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -16,6 +18,11 @@ def text_of(*names: str) -> str:
 def as_data(value: object) -> str:
     """JSON for a script element, in which `<` must not begin a tag: it is written as an escape."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def packed(value: object) -> str:
+    """`as_data`, compressed (zlib) and in base64: a page takes it apart when it is asked for."""
+    return base64.b64encode(zlib.compress(as_data(value).encode(), 9)).decode()
 
 
 def filled(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,

@@ -26,7 +26,8 @@ tr.reference { color: var(--dim); font-style: italic; }
 .swatch { display: inline-block; width: 1.1em; height: .7em; margin-right: .35em; border-radius: 2px; }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: var(--soft); font-size: .92rem; }
 @media print { body { margin: 0; max-width: none; font-size: 11px; } input { display: none; }
-       .scroll { overflow: visible; } th, td { padding: .15rem .25rem; font-size: .68rem; }
+       .legend .off { display: none; } .scroll { overflow: visible; }
+       th, td { padding: .15rem .25rem; font-size: .68rem; }
        svg, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
        * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

@@ -1,4 +1,4 @@
-"""Charts of a run over time, as SVG whose x axis is in run seconds: throughput, live workers, loss.
+"""Charts of a run over time, as SVG whose x axis is in run seconds: throughput, workers missing, loss.
 
 The page stretches them to its width and shows a part of them by changing `viewBox`, so lines keep their width
 (`vector-effect`) and no text is inside.
@@ -68,7 +68,7 @@ def planned_rate(run: RunRecord, stretch: Stretch) -> float | None:
 
 def charts(run: RunRecord, found: Sequence[Point]) -> str:
     """All charts, one below the other."""
-    return "\n".join([_phases(run), _throughput(run, found), _live(run), _losses(run, found)])
+    return "\n".join([_phases(run), _throughput(run, found), _missing(run), _losses(run, found)])
 
 
 def ticks(total: float) -> list[float]:
@@ -88,11 +88,12 @@ def _throughput(run: RunRecord, found: Sequence[Point]) -> str:
     return _chart(run, "throughput", "samples/s", top, lines)
 
 
-def _live(run: RunRecord) -> str:
-    top = float(max(run.starts[-1].workers, *(one.order.live for one in run.stretches), 1)) if run.stretches else 1.0
-    area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_y(one.order.live, top)}H{one.end:.3f}V{HEIGHT}Z"
-                   for one in run.stretches)
-    return _chart(run, "live", "live workers", top, f'<path class="area" d="{area}"/>', whole=True)
+def _missing(run: RunRecord) -> str:
+    """Of the grid. One of thousands is seen, too, as it would not be in the number of those that take part."""
+    missing = [(one, run.starts[-1].workers - one.order.live) for one in run.stretches]
+    top = nice_top(float(max([count for _, count in missing], default=1)))
+    area = "".join(f"M{one.begin:.3f} {HEIGHT}V{_y(count, top)}H{one.end:.3f}V{HEIGHT}Z" for one, count in missing)
+    return _chart(run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True)
 
 
 def _losses(run: RunRecord, found: Sequence[Point]) -> str:

@@ -1,6 +1,6 @@
 """The report of a simulation: one HTML file that needs nothing else, no network and no fonts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -12,7 +12,7 @@ from slipstream.cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison,
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""
 COLOURS = {
-    "slipstream": "#0b6e4f", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
+    "slipstream": "#128a63", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
     "trainmover": "#1b9e9e", "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
     "ft-hsdp": "#a6761d", "byterobust": "#3182bd",
@@ -20,6 +20,8 @@ COLOURS = {
 }
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
+OURS = ("slipstream", "slipstream-fixed")
+"""Policies of this project."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
     Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#6e7781", Cause.SLOW: "#8c6d31",
@@ -35,6 +37,7 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
   document.querySelectorAll('.line').forEach(line => {
     if (line.dataset.name === box.value) line.style.display = box.checked ? '' : 'none';
   });
+  box.parentElement.classList.toggle('off', !box.checked);
 }));
 """
 
@@ -44,18 +47,48 @@ def page(result: Comparison, *, job: str, shape: str, notes: Sequence[str], toke
 
     `tokens`: tokens in a sample, where known.
     """
+    shown = _first_shown(result)
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
              f'<p class="dim">{escape(shape)} &middot; trace {escape(described(result.trace))}</p>',
-             f'<p class="lead">{escape(verdict(result))}</p>',
-             "<h2>Mean throughput, and what it cost</h2>", _table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
-             "<h2>Throughput over time</h2>", _legend(result), _throughput(result),
+             f'<p class="lead">{escape(_lead(result))}</p>',
+             "<h2>Hours lost, by cause</h2>",
+             f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, the most that '
+             "any of these makes with all workers alive. Shorter bars are better.</p>", _causes(result),
+             "<h2>Mean throughput</h2>", _table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
+             "<h2>Throughput over time</h2>", _legend(result, shown), _throughput(result, shown),
              "<h2>Live workers</h2>", _live(result),
-             "<h2>Lost time by cause</h2>", _causes(result), _lost_table(result),
-             f'<p class="dim">In hours of a job that always runs at the best fault-free rate, {result.best_rate:.4g} '
-             "samples per second.</p>",
+             "<h2>Hours lost, in numbers</h2>", _lost_table(result),
              "<h2>What was assumed</h2>", _assumptions(result, notes)]
     body = "\n".join(parts)
     return document(f"{job}: what failures cost", body, SCRIPT)
+
+
+def ranked(result: Comparison) -> list[str]:
+    """Systems by what they train, most first; reference lines are none."""
+    systems = _systems(result)
+    return sorted(systems, key=lambda name: -systems[name].throughput)
+
+
+def _lead(result: Comparison) -> str:
+    """Who is first, who comes next, who is last."""
+    order, runs = ranked(result), result.runs
+    if not order:
+        return "Only reference lines were asked for."
+    best = order[0]
+    text = (f"{best} trains most: {runs[best].throughput:.4g} samples a second, {result.goodput(best) or 0.0:.0%} of a "
+            "cluster that never fails.")
+    others = [name for name in order[1:] if not (name in OURS and best in OURS)]
+    ratios = [f"{runs[best].throughput / runs[name].throughput:.2f} times {name}, the {place}"
+              for place, name in (("next", others[0]), ("last", others[-1]))[:len(others)] if runs[name].throughput] \
+        if others else []
+    return f"{text} That is {', and '.join(ratios)}." if ratios else text
+
+
+def _first_shown(result: Comparison) -> set[str]:
+    """Whose lines are drawn at first: of all, nobody sees any."""
+    order = ranked(result)
+    others = [name for name in order if name not in OURS]
+    return {*order[:1], *others[:1], *others[-1:]} or set(result.runs)
 
 
 def verdict(result: Comparison) -> str:
@@ -99,25 +132,31 @@ def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
 def _table(result: Comparison, tokens: int | None) -> str:
     best = max((run.throughput for run in _systems(result).values()), default=0.0)
     rows = []
-    for name, run in result.runs.items():
+    for name in (*ranked(result), *(name for name in result.runs if POLICIES[name].is_reference)):
+        run = result.runs[name]
         spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
         reference, goodput = POLICIES[name].is_reference, result.goodput(name)
         rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
                                  f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
-                                 f"{goodput:.1%}" if goodput is not None else "-", f"{run.seconds_to_recover:.3g}",
-                                 f"{spent:.4g}" if spent else "-", f"{made:.4g}" if made else "-",
+                                 f"{goodput:.1%}" if goodput is not None else "-", seconds(run.seconds_to_recover),
+                                 f"{spent:.4g}" if spent else "-", *([f"{made:,.0f}" if made else "-"] * bool(tokens)),
                                  "" if reference else str(run.switches))))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
-            "worker-hours / 1,000 samples", "tokens / GPU-hour", "switches")
+            "worker-hours / 1,000 samples", *(["tokens / GPU-hour"] * bool(tokens)), "switches")
     return grid(head, rows)
 
 
+def seconds(value: float) -> str:
+    """Three digits, never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _lost_table(result: Comparison) -> str:
-    lost = {name: run.lost(result.best_rate) for name, run in _systems(result).items()}
+    lost = {name: result.runs[name].lost(result.best_rate) for name in ranked(result)}
     shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
-    rows = [(False, (name, *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown),
-                     f"{sum(row.values()) / 3600:.2f}")) for name, row in lost.items()]
-    return grid(("hours lost", *shown, "in all"), rows)
+    rows = [(False, (name, f"{sum(row.values()) / 3600:.2f}",
+                     *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown))) for name, row in lost.items()]
+    return grid(("hours lost", "in all", *shown), rows)
 
 
 def _systems(result: Comparison) -> dict[str, PolicyRun]:
@@ -129,11 +168,12 @@ def _time_axis(result: Comparison) -> tuple[str, float]:
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
-def _throughput(result: Comparison) -> str:
+def _throughput(result: Comparison, shown: Collection[str]) -> str:
     unit, seconds = _time_axis(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
-    lines = [Line(name, colour(name), run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
+    lines = [Line(name, colour(name), run.binned(edges).tolist(), POLICIES[name].is_reference, name == first,
+                  name not in shown)
              for name, run in result.runs.items()]
     return steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
 
@@ -147,15 +187,16 @@ def _live(result: Comparison) -> str:
     return steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
 
 
-def _legend(result: Comparison) -> str:
-    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {swatch(colour(name))}{escape(name)}'
+def _legend(result: Comparison, shown: Collection[str]) -> str:
+    labels = (f'<label{"" if name in shown else " class=off"}><input type="checkbox"{" checked" * (name in shown)} '
+              f'value="{escape(name)}"> {swatch(colour(name))}{escape(name)}'
               "</label>" for name in result.runs)
     return f'<div class="legend">{"".join(labels)}</div>'
 
 
 def _causes(result: Comparison) -> str:
-    rows = {name: {cause.value: value / 3600 for cause, value in run.lost(result.best_rate).items()}
-            for name, run in _systems(result).items()}
+    rows = {name: {cause.value: value / 3600 for cause, value in result.runs[name].lost(result.best_rate).items()}
+            for name in ranked(result)}
     used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
     labels = "".join(f"<label>{swatch(colour)}{escape(cause)}</label>"
                      for cause, colour in used.items() if any(row[cause] > 0.001 for row in rows.values()))

@@ -22,6 +22,7 @@ class Line(NamedTuple):
     values: Sequence[float]
     dashed: bool = False
     thick: bool = False
+    hidden: bool = False
 
 
 def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top: float | None = None) -> str:
@@ -42,8 +43,10 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
         for index, value in enumerate(line.values):
             points += [f"{place(edge):.1f},{level(value):.1f}" for edge in edges[index:index + 2]]
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<polyline class="line" data-name="{escape(line.name)}" fill="none" stroke="{line.colour}" '
-                     f'stroke-width="{2.6 if line.thick else 1.4}"{dash} points="{" ".join(points)}">'
+        hidden = ' style="display: none"' if line.hidden else ""
+        width = 2.6 if line.thick else 1.4
+        parts.append(f'<polyline class="line"{hidden} data-name="{escape(line.name)}" fill="none" '
+                     f'stroke="{line.colour}" stroke-width="{width}"{dash} points="{" ".join(points)}">'
                      f"<title>{escape(line.name)}</title></polyline>")
     return "\n".join([*parts, "</svg>"])
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from slipstream.planner.job.file import Job
+from slipstream.schedules.schedule import Worker
 
 Value = TypeVar("Value", int, float)
 
@@ -227,6 +228,26 @@ def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) ->
 def places_of_nodes(job: Job) -> tuple[tuple[int, ...], ...]:
     """The places that the workers of each node of a job take in a trace that is fitted to it, pipeline by pipeline."""
     return tuple(tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes)
+
+
+DIE_AFTER = 60.0
+"""Seconds after which workers die in a trace of these deaths alone."""
+
+
+def died(job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: int = 1) -> AvailabilityTrace:
+    """A trace in which these workers die after a minute and stay away. Raises ValueError for workers that are not
+    there.
+    """
+    places = []
+    for worker in dead:
+        if not (worker.pipeline < job.pipelines and worker.column < job.stages):
+            raise ValueError(f"{worker}: no such worker; the job has {job.pipelines} pipelines and {job.stages} stages")
+        places.append(worker.pipeline * job.stages + worker.column)
+    workers = job.pipelines * job.stages
+    names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+    return AvailabilityTrace(
+        name=f"{names} dead", places=workers, live=tuple(range(workers)), length_seconds=days * 86400,
+        gpus_per_worker=gpus_per_worker, changes=(Change(DIE_AFTER, removed=tuple(sorted(places))),))
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,

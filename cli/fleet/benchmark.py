@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,11 +27,14 @@ from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job, StageTimes, read_job
 from slipstream.planner.job.presets import preset
+from slipstream.schedules.files import read_at_most
 
 VERSION = "1"
 """Of the set. Figures of different versions are not comparable."""
 DOLLARS_PER_GPU_HOUR = 2.0
 """Assumed, for the cost of tokens; all machines are paid for, idle and dead ones too."""
+MAX_BYTES = 64 * 2**20
+"""Of a report that is read."""
 LARGE_STAGES, LARGE_MICROBATCHES = 16, 32
 FLOPS = 0.4 * 989e12
 """Of a GPU: an H100 at 40 % of its peak in bfloat16 without sparsity; Llama 3 reports 38 to 43 % (table 4)."""
@@ -100,6 +104,11 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     mean: float
     deviation: float
 
+    @classmethod
+    def over(cls, values: Sequence[float]) -> "Spread":
+        """Of these values, one for each seed."""
+        return cls(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
+
 
 class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one case: seeds in order."""
@@ -112,8 +121,7 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
 
     def spread(self, of: Callable[[Measures], float | None]) -> Spread:
         """Of a measure over seeds; NaN where one has none."""
-        values = [math.nan if (value := of(one)) is None else value for one in self.seeds]
-        return Spread(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
+        return Spread.over([math.nan if (value := of(one)) is None else value for one in self.seeds])
 
 
 class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +146,16 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     sensitivity: tuple[Sensitivity, ...] = ()
     """Of `slipstream`, seed 0, widest first."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def seeds(self) -> int:
+        """How many traces were drawn."""
+        return len(self.policies[0].seeds)
+
+    def ranked(self) -> list[PolicyResult]:
+        """The systems with the most goodput first; reference lines are none of them."""
+        return sorted((one for one in self.policies if not one.is_reference), reverse=True,
+                      key=lambda one: one.spread(lambda measures: measures.goodput).mean)
 
 
 def job_of(case: Case) -> Job:
@@ -312,6 +330,9 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
 FIDELITY_SEEDS = 5
 STEADY = {"recycle": ("6.7B", published.RECYCLE_6_7B), "oobleck": ("6.7B", published.OOBLECK_6_7B_MAX),
           "bamboo": ("350M", published.BAMBOO_350M_MAX)}
+EFFECTIVE_TIME = (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart", 0.44),
+                  ("byterobust", "byterobust", 0.97))
+"""Published effective training time by case and policy."""
 
 
 def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
@@ -319,6 +340,15 @@ def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
 
     Of FT-HSDP and ByteRobust the effective training time in their cases, where `results` have them.
     """
+    return [*_throughput_fidelity(), *(
+        Fidelity(policy=name, what=f"effective training time, case {case}", published=share, unit="",
+                 simulated=one.spread(lambda measures: measures.ettr).mean)
+        for case, name, share in EFFECTIVE_TIME
+        for result in results if result.case.name == case for one in result.policies if one.name == name)]
+
+
+@cache
+def _throughput_fidelity() -> list[Fidelity]:
     found = []
     for model in ("6.7B", "350M"):
         throughputs = Throughputs(published.published_job(model, published.NOMINAL))
@@ -334,12 +364,7 @@ def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
                 found.append(Fidelity(policy=name, what=f"{model}, over the published trace", unit="samples/s",
                                       published=published.AVERAGES[model][name],
                                       simulated=_over_published_trace(name, throughputs, costs)))
-    return found + [
-        Fidelity(policy=name, what=f"effective training time, case {case}", published=share, unit="",
-                 simulated=one.spread(lambda measures: measures.ettr).mean)
-        for case, name, share in (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart", 0.44),
-                                  ("byterobust", "byterobust", 0.97))
-        for result in results if result.case.name == case for one in result.policies if one.name == name]
+    return found
 
 
 def _over_published_trace(name: str, throughputs: Throughputs, costs: Costs) -> float:
@@ -377,14 +402,46 @@ def returned(results: Iterable[CaseResult]) -> list[Returned]:
         if policy in seeds and "slipstream" in seeds:
             pairs = list(zip(seeds["slipstream"], seeds[policy], strict=True))
             found.append(Returned(
-                case=case, policy=policy, missing=_spread([1 - other.ettr for _, other in pairs]),
-                back=_spread([ours.ettr - other.ettr for ours, other in pairs]),
-                kept=_spread([ours.kept - other.kept for ours, other in pairs])))
+                case=case, policy=policy, missing=Spread.over([1 - other.ettr for _, other in pairs]),
+                back=Spread.over([ours.ettr - other.ettr for ours, other in pairs]),
+                kept=Spread.over([ours.kept - other.kept for ours, other in pairs])))
     return found
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(mean=statistics.fmean(values), deviation=statistics.stdev(values) if len(values) > 1 else 0.0)
+# --- All of it --------------------------------------------------------------------------------------------------------
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What the benchmark found."""
+
+    set: str = VERSION
+    cases: tuple[CaseResult, ...] = ()
+    """In the order of the set."""
+    published: tuple[Fidelity, ...] = ()
+    returned: tuple[Returned, ...] = ()
+    cpu_seconds: dict[str, float] = {}
+    """What simulating each case took, of all processors."""
+
+    def with_case(self, result: CaseResult, cpu_seconds: float) -> "Report":
+        """The report with this result in place of an earlier one of the case."""
+        by_name = {one.case.name: one for one in (*self.cases, result)}
+        cases = tuple(by_name[name] for name in (*CASES, *(by_name.keys() - CASES.keys())) if name in by_name)
+        return Report(cases=cases, published=tuple(fidelity(cases)), returned=tuple(returned(cases)),
+                      cpu_seconds=self.cpu_seconds | {result.case.name: cpu_seconds})
+
+
+def read_report(path: Path) -> Report:
+    """Read a report of this version of the set. Raises ValueError, whose message names the file."""
+    data = read_at_most(path, MAX_BYTES, ValueError)
+    try:
+        report = msgspec.json.decode(data, type=Report)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; expected what `slipstream benchmark` writes") from None
+    changed = [one.case.name for one in report.cases if one.case != CASES.get(one.case.name)]
+    if report.set != VERSION or changed:
+        raise ValueError(f"{path}: set {report.set}{f', case {changed[0]}' if changed else ''} is not as in set "
+                         f"{VERSION} now; write to another folder")
+    return report
 
 
 def causes(results: Iterable[PolicyResult]) -> list[Cause]:

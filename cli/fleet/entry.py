@@ -76,10 +76,8 @@ class Entry(Policy):
         """Pause, redo what was lost, train on."""
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._down()
-        if self.needs_checkpoint(remaining):
-            return self.restart(self.rate(down), remaining)
-        return self.resume_training(self.rate(down), Phase(Cause.SWITCH, self.pause(down)),
-                                    lost_samples=self.lost_samples(remaining, worker_died=bool(change.removed)))
+        return self.go_on(self.rate(down), remaining, Phase(Cause.SWITCH, self.pause(down)),
+                          worker_died=bool(change.removed))
 
     def _down(self) -> DownByStage:
         """Machine m has stage m mod S, as in the grid."""

@@ -6,6 +6,10 @@ from functools import cached_property
 
 from slipstream.planner.job.file import Job
 
+LAYERS_PER_STAGE = 8
+"""Assumed layers of a stage, where the job file gives none."""
+MAX_LAYERS = 128
+"""A model of more layers is cut into larger pieces, for policies that cut it by a formula."""
 DownByStage = tuple[int, ...]
 """How many workers of each stage (column) are down."""
 
@@ -59,6 +63,22 @@ class Loads:
                        for stage in stages) * self._job.depth / len(self._job.columns)
             found.append((work, sum(clock.all_reduce[stage] + clock.optimizer[stage] for stage in stages)))
         return found
+
+    @cached_property
+    def layers(self) -> tuple[float, ...]:
+        """Seconds of each layer, forward and backward: equal parts of its stage."""
+        job, clock, depth = self._job, self._job.time, self._job.depth
+        counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
+        if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
+            counts = [max(1, count) for count in job.layers[:depth]]
+        totals = map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
+                              strict=True))
+        return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
+
+    @cached_property
+    def longest_step(self) -> float:
+        """Seconds of the longest all-reduce and optimizer step."""
+        return max(map(sum, zip(self._job.time.all_reduce, self._job.time.optimizer, strict=True)))
 
     def work_conserving(self, live: float) -> float:
         """Seconds of an iteration that no synchronous training is below: the work spread evenly over live workers, then

@@ -139,9 +139,9 @@ class Policy(ABC):
         """Samples that a job which waits for workers has to train a second time, besides those of no checkpoint."""
 
     @property
-    @abstractmethod
     def fault_free_rate(self) -> float:
-        """Samples per second with all workers alive, without the cost of checkpoints."""
+        """Samples per second with all workers alive, without the cost of checkpoints: by default of 1F1B."""
+        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     @abstractmethod
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -200,6 +200,15 @@ class Policy(ABC):
             before.append(phase)
             seconds -= phase.seconds
         raise AssertionError("the last phase of a policy has an end")
+
+    def go_on(self, rate: float, remaining: Sequence[Phase], *stalls: Phase, worker_died: bool,
+              state_lost: bool = False) -> list[Phase]:
+        """The phases after a change: stalls, redoing what a death lost; or a restart where only the checkpoint holds
+        the parameters of some stage.
+        """
+        if state_lost or self.needs_checkpoint(remaining):
+            return self.restart(rate, remaining)
+        return self.resume_training(rate, *stalls, lost_samples=self.lost_samples(remaining, worker_died=worker_died))
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
         """The phases of going back to the last checkpoint and redoing what was trained since."""

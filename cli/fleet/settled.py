@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.cli.fleet.loads import LAYERS_PER_STAGE
 from slipstream.planner import NoPlanError
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
@@ -20,8 +21,6 @@ from slipstream.planner.plan import plan_only
 from slipstream.planner.transition import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
 
-LAYERS_PER_STAGE = 8
-"""Assumed layers of a stage, where the job file gives none."""
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
 """Time for one plan, at most, and for each of its compute ops, as counted steps stand for it; list schedules of small
 jobs need no more."""

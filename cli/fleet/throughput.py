@@ -2,7 +2,8 @@
 
 Schedules are planned within a short time of counted steps (`planner.periods`), so that one job has the same figures on
 any machine. With a table, the periods of its entries are used where they fit. Where a large job has peers enough for
-every failure to have its own, the plans for one failure in each stage make that for all (`Throughputs._apart`).
+every failure to have its own, the plans for one failure in each stage make that for all, where that is proven to be the
+shortest (`Throughputs._apart`).
 """
 
 import math
@@ -133,26 +134,30 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
-        found, is_best = self._apart(down, self.planned), False
-        if found == math.inf:
-            found, is_best = self._periods.planned(down)
+        apart = self._apart(down, self.planned)
+        if apart and self.samples / apart <= self._least_with_one_of(down):
+            return self.samples / apart
+        found, is_best = self._periods.planned(down)
         # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
         return found if is_best else min(found, self.samples / self.round_robin(down))
 
     def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """The period of a large job with peers of its own for each failure, in seconds; infinite where there are too
-        few, or where another arrangement may have a shorter one.
+        """Samples per second of a large job with peers of its own for each failure; 0.0 where there are too few.
 
-        Each failure is planned in a part of the job, alone there; so what counts is the slowest of the parts, and of
-        the pipelines that are whole. Nothing is shorter than the bound of one of these failures, which it has to meet.
+        Each failure is planned in a part of the job, alone there. So what counts is the slowest of the parts, and of
+        the pipelines that are whole.
         """
         job, failures, periods = self.job, sum(down), self._periods
         if failures < 2 or not periods.is_large or periods.affected(failures).pipelines == job.pipelines:
-            return math.inf
+            return 0.0
         columns = [column for column, count in enumerate(down) if count]
         parts = [tuple(int(other == column) for other in range(job.stages)) for column in columns]
-        period, windows = self.samples / min(rate(part) for part in ((0,) * job.stages, *parts)), periods.windows(1)
-        return period if period <= windows.seconds(max(windows.bound(column, 1) for column in columns)) else math.inf
+        return min(rate(part) for part in ((0,) * job.stages, *parts))
+
+    def _least_with_one_of(self, down: DownByStage) -> float:
+        """Seconds that no schedule is shorter than with any one of these failures alone, and so with all of them."""
+        windows = self._periods.windows(1)
+        return windows.seconds(max(windows.bound(column, 1) for column, count in enumerate(down) if count))
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +168,9 @@ class Throughputs:
         the published solver.
         """
         whole = self.one_f_one_b(self.job.pipelines)
-        return min(whole, self.round_robin(down)) if any(down) else whole
+        if not any(down) or self._apart(down, self.recycle) == whole:
+            return whole
+        return min(whole, self.round_robin(down))
 
     def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
                     optimizer: OptimizerMode = "staggered") -> float:
@@ -171,14 +178,9 @@ class Throughputs:
         key = (down, backward, optimizer)
         if key not in self._round_robin:
             self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
-            self._round_robin[key] = self.samples / self._round_robin_period(*key)
+            options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
+            self._round_robin[key] = self.samples / self._periods.round_robin(down, options)
         return self._round_robin[key]
-
-    def _round_robin_period(self, down: DownByStage, backward: BackwardMode, optimizer: OptimizerMode) -> float:
-        if (backward, optimizer) == ("split", "staggered") and (best := self._apart(down, self.recycle)) < math.inf:
-            return best
-        return self._periods.round_robin(down, msgspec.structs.replace(self._options, backward=backward,
-                                                                       optimizer=optimizer))
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
@@ -189,6 +191,13 @@ class Throughputs:
         if pipelines not in self._one_f_one_b:
             self._one_f_one_b[pipelines] = self.samples / self._one_f_one_b_period(pipelines)
         return self._one_f_one_b[pipelines]
+
+    def relative(self, whole: float, now: float) -> float:
+        """By the formula of another system: 1F1B's throughput on all pipelines, where the micro-batches of an iteration
+        take `now` seconds in place of `whole`, and the longest optimizer step follows.
+        """
+        step = self.loads.longest_step
+        return self.one_f_one_b(self.job.pipelines) * (whole + step) / (now + step)
 
     def _one_f_one_b_period(self, pipelines: int) -> float:
         total = sum(self.job.microbatches)

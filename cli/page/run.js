@@ -146,20 +146,18 @@ class RunPage {
 
   // --- Schedules -------------------------------------------------------------------------------------------------------
 
-  /** The timeline page of a schedule, as text; null where this page does not have it. */
-  timeline(digest) {
-    const data = this.schedules[digest];
-    return data ? this.shell.split("{{DATA}}").join(JSON.stringify(data).replaceAll("<", "\\u003c"))
-      .replace("<title>TITLE", () => `<title>${data.panels[0].name}`) : null;
+  /** The timeline page of a schedule, as text. Rejects where the page does not have it. */
+  async timeline(digest) {
+    const packed = Uint8Array.from(atob(this.schedules[digest]), (one) => one.charCodeAt(0));
+    const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+    return this.shell.replace("{{DATA}}", () => data)
+      .replace("<title>TITLE", () => `<title>${JSON.parse(data).panels[0].name}`);
   }
 
-  open(digest) {
-    const text = this.timeline(digest);
-    if (text === null) return false;
-    const address = URL.createObjectURL(new Blob([text], { type: "text/html" }));
+  async open(digest) {
+    const address = URL.createObjectURL(new Blob([await this.timeline(digest)], { type: "text/html" }));
     window.open(address);
     setTimeout(() => URL.revokeObjectURL(address), 60000);
-    return true;
   }
 
   // --- Pointer and keys ------------------------------------------------------------------------------------------------
@@ -225,7 +223,9 @@ class RunPage {
     if (!link) return;
     const { event: number, schedule, from, to } = link.dataset;
     if (schedule !== undefined) {
-      if (this.open(schedule)) event.preventDefault();
+      if (!(schedule in this.schedules)) return;
+      event.preventDefault();
+      this.open(schedule);
       return;
     }
     event.preventDefault();

@@ -65,9 +65,11 @@ def out_of(width: int | None) -> Console:
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
-def screen(taken: int) -> int | None:
-    """Lines that are left on the screen beside so many; None where the output is no terminal."""
-    return out.height - taken - 1 if out.is_terminal else None
+def screen(beside: Iterable[str]) -> int | None:
+    """Lines that are left on the screen beside these, folded as they are printed; None where there is no terminal."""
+    if not out.is_terminal:
+        return None
+    return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2  # the file, the prompt
 
 
 def print_json(answer: Mapping[str, object]) -> None:

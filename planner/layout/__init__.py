@@ -1,7 +1,5 @@
 """Which live worker holds which layers, and the route of each micro-batch: what is decided before any order in time.
 
-    types          layer ranges, routes, a layout
-    problem        what is given: costs of layers, live workers, what they hold; layers that the same workers hold
     candidates     layouts, the most promising first
     fixed          nobody holds more than before: live holders share the work of a stage
     cuts           which workers form lines; one cut for all pipelines
@@ -10,7 +8,6 @@
     cpsat          the exact assignment of layers and micro-batches to lines
     routes         from a division to the route of each micro-batch
     groups         large clusters: those that share work, like ones alike
-    bounds         what no schedule can undercut
 
-It builds on plain integers and workers only; it knows neither job files nor `planner.model`.
+Each is made from a problem (`planner.model.from_job.layered_problem`), and makes another one of it (`with_layout`).
 """

@@ -19,9 +19,9 @@ from slipstream.planner.layout.cuts import lines_of, one_cut
 from slipstream.planner.layout.division import Divider
 from slipstream.planner.layout.fixed import fixed_layout
 from slipstream.planner.layout.groups import UNDIVIDED, by_groups, groups_of
-from slipstream.planner.layout.problem import LayoutProblem
 from slipstream.planner.layout.routes import layout_of
-from slipstream.planner.layout.types import Layout, Route, Stop
+from slipstream.planner.model.layout import Layout, Route, Stop
+from slipstream.planner.model.problem import Problem
 from slipstream.schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
@@ -35,7 +35,7 @@ LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
 
-def candidates(problem: LayoutProblem, budget: Budget | None = None, *, seconds: float = 2.0,
+def candidates(problem: Problem, budget: Budget | None = None, *, seconds: float = 2.0,
                largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
@@ -47,7 +47,7 @@ def candidates(problem: LayoutProblem, budget: Budget | None = None, *, seconds:
     _require_layers(problem)
     fine = min(largest_fine, LARGEST_FINE)
     assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds)
-    made = _moved(problem, assigned, fine) if problem.layers == "move" else _fixed(problem)
+    made = _moved(problem, assigned, fine) if problem.question.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -64,26 +64,26 @@ def candidates(problem: LayoutProblem, budget: Budget | None = None, *, seconds:
         raise failure
 
 
-def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
-    if problem.sliced:
+def _fixed(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
+    if problem.question.sliced:
         yield partial(fixed_layout, problem)
         yield partial(fixed_layout, problem, within=0.01)
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: LayoutProblem, assigned: Callable[[LayoutProblem], Layout | None],
+def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
            largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
-    size = problem.total_microbatches * len(problem.paths[0])
+    size = problem.grid.total_microbatches * len(problem.paths[0])
     grouped = _Grouped(problem)
 
     def recut(**how: Any) -> Callable[[], Layout | None]:
         return partial(grouped, partial(_recut, **how))
 
     def fits(parts: int, most: float = LARGEST_FINE) -> bool:
-        return problem.sliced and size * parts <= min(largest_fine, most)
+        return problem.question.sliced and size * parts <= min(largest_fine, most)
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
@@ -101,37 +101,37 @@ def _moved(problem: LayoutProblem, assigned: Callable[[LayoutProblem], Layout | 
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
-        yield partial(fixed_layout, problem, sliced=problem.sliced)
+        yield partial(fixed_layout, problem, sliced=problem.question.sliced)
     if fits(PARTS):  # they take longest to list, so others come first
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)
     yield partial(grouped, assigned)
-    if len(problem.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
+    if len(problem.grid.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
 
 
 class _Grouped:
     """Makes layouts of a problem group by group; the groups are found once."""
 
-    def __init__(self, problem: LayoutProblem) -> None:
+    def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._groups: tuple[tuple[int, ...], ...] = ()
 
-    def __call__(self, make: Callable[[LayoutProblem], Layout | None]) -> Layout | None:
+    def __call__(self, make: Callable[[Problem], Layout | None]) -> Layout | None:
         self._groups = self._groups or tuple(groups_of(self._problem))
         return by_groups(self._problem, self._groups, make)
 
 
-def _require_layers(problem: LayoutProblem) -> None:
+def _require_layers(problem: Problem) -> None:
     """Raise LookupError where a layer would have to come from nowhere."""
-    held = layers_in(itertools.chain.from_iterable(problem.holds.values()))
-    missing = sorted(set(range(problem.layer_count)) - held)
-    if missing and not (problem.layers == "move" and problem.from_checkpoint):
+    held = layers_in(itertools.chain.from_iterable(one.holds for one in problem.workers.values()))
+    missing = sorted(set(range(problem.grid.layer_count)) - held)
+    if missing and not (problem.question.layers == "move" and problem.question.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layout | None:
+def _assigned(problem: Problem, *, budget: Budget, seconds: float) -> Layout | None:
     """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
     from slipstream.planner.layout.cpsat import improved  # the solver takes a third of a second to load
 
@@ -141,7 +141,7 @@ def _assigned(problem: LayoutProblem, *, budget: Budget, seconds: float) -> Layo
     return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
 
 
-def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
+def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
            anywhere: bool = False, separate: bool = False, parts: int = 0) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
@@ -156,7 +156,7 @@ def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True
     return finer_slices(problem, layout, parts) if parts else layout
 
 
-def finer_slices(problem: LayoutProblem, layout: Layout, parts: int) -> Layout:
+def finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     """The same layout with slices that end where the stages of the job end, and so many equal parts of each.
 
     The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done

@@ -19,7 +19,7 @@ from ortools.sat.python import cp_model
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.layout.division import Divider, Division, Piece
 from slipstream.planner.layout.lines import Chunk, Line, fill_idle
-from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.model.problem import Problem
 
 LARGEST_MODEL = 60_000
 """Ranges that all positions together may choose from; larger models find nothing in seconds."""
@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 class Assignment:
     """The model of a problem on given lines, and its hint: a division that is known."""
 
-    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], known: Division, limit: int, *,
+    def __init__(self, problem: Problem, lines: Sequence[Line], known: Division, limit: int, *,
                  free: bool) -> None:
         """`known`: a division whose longest load is `limit`. `free`: how much each line runs is open, too, not only how
         it is cut."""
@@ -106,11 +106,11 @@ class Assignment:
     def _profile(self, index: int) -> list[int]:
         """[layer] cells of a line in the division that is known."""
         return [sum(chunk.get(layer, 0) for chunk in self._known.chunks[index])
-                for layer in range(self._problem.layer_count)]
+                for layer in range(self._problem.grid.layer_count)]
 
     def _kind(self, copies: tuple[int, ...]) -> _Kind:
         model, problem, line = self._model, self._problem, self._lines[copies[0]]
-        most = problem.total_microbatches
+        most = problem.grid.total_microbatches
         positions = []
         for number, worker in enumerate(line.workers):
             hold: dict[tuple[int, int], cp_model.IntVar] = {}
@@ -121,7 +121,7 @@ class Assignment:
             cells = {layer: model.new_int_var(0, most, f"cells {worker} {layer}") for layer in sorted(layers)}
             positions.append(_Position(hold, cells))
         return _Kind(copies, positions, model.new_int_var(0, most, "whole"),
-                     model.new_int_var(0, problem.layer_count - 1, "more"))
+                     model.new_int_var(0, problem.grid.layer_count - 1, "more"))
 
     def _ranges(self, line: Line, number: int, index: int) -> list[tuple[int, int]]:
         """Ranges that a worker has memory for, no further from its present and its known ones than these are long."""
@@ -130,14 +130,14 @@ class Assignment:
         near = sorted({*known, *problem.layers_held(worker)})
         if not near:
             return []
-        reach = max(1, problem.layer_count // len(line.workers) // 2)
+        reach = max(1, problem.grid.layer_count // len(line.workers) // 2)
         low, high = max(0, known[0] - reach if known else near[0]), min(
-            problem.layer_count, (known[-1] + 1 + reach) if known else near[-1] + 1)
+            problem.grid.layer_count, (known[-1] + 1 + reach) if known else near[-1] + 1)
         found = []
         for first in range(low, high):
-            room = problem.room_of(worker)
+            room = problem.workers[worker].room
             for end in range(first + 1, high + 1):
-                room -= problem.weight(end - 1) + problem.most(end - 1)
+                room -= problem.costs.weights[end - 1] + problem.costs.most[end - 1]
                 if room < 0:
                     break
                 found.append((first, end))
@@ -145,13 +145,13 @@ class Assignment:
 
     def _ranges_hold_cells(self, kind: _Kind) -> None:
         """Positions hold one range or none, in order of layers, at most one layer in common."""
-        model, count = self._model, self._problem.layer_count
+        model, count = self._model, self._problem.grid.layer_count
         reached: cp_model.LinearExprT = 0
         for position in kind.positions:
             model.add_at_most_one(position.hold.values())
             for layer, cells in position.cells.items():
                 holding = [literal for (first, end), literal in position.hold.items() if first <= layer < end]
-                model.add(cells <= self._problem.total_microbatches * sum(holding))
+                model.add(cells <= self._problem.grid.total_microbatches * sum(holding))
             begins = sum(first * literal for (first, _), literal in position.hold.items())
             absent = count - count * sum(position.hold.values())
             model.add(begins + absent >= reached - 1)
@@ -175,9 +175,9 @@ class Assignment:
         problem, line = self._problem, self._lines[kind.copies[0]]
         usual = max(1, self._known.whole[kind.copies[0]])
         for number, (worker, position) in enumerate(zip(line.workers, kind.positions, strict=True)):
-            compute = sum(problem.work[layer] * cells for layer, cells in position.cells.items())
+            compute = sum(problem.costs.work[layer] * cells for layer, cells in position.cells.items())
             idle = fill_idle(problem, worker, len(line.workers) - 1 - number)
-            beside = sum((sum(problem.tail[first:end]) + idle(first, end, usual)) * literal
+            beside = sum((sum(problem.costs.closing[first:end]) + idle(first, end, usual)) * literal
                          for (first, end), literal in position.hold.items())
             self._model.add(1000 * self._load >= problem.slowness(worker) * compute + 1000 * beside)
 
@@ -186,10 +186,10 @@ class Assignment:
         problem, model = self._problem, self._model
         if not self._free:
             return
-        rest = [problem.total_microbatches - sum(
+        rest = [problem.grid.total_microbatches - sum(
             len(kind.copies) * (kind.whole + self._further[kind.copies[0], layer]) for kind in self._kinds)
-            for layer in range(problem.layer_count)]
-        for layer in range(problem.layer_count):
+            for layer in range(problem.grid.layer_count)]
+        for layer in range(problem.grid.layer_count):
             model.add(rest[layer] >= 0)
         lines = len(self._kept)
         usual = max(1, max(self._known.whole[index] for index in self._kept))
@@ -199,15 +199,15 @@ class Assignment:
             worker = line.workers[number]
             held = problem.layers_held(worker)
             idle = fill_idle(problem, worker, len(line.workers) - 1 - number)(first, end, usual)
-            beside = sum(problem.tail[layer] for layer in held) + idle
-            work = {problem.work[layer] for layer in range(first, end)}
+            beside = sum(problem.costs.closing[layer] for layer in held) + idle
+            work = {problem.costs.work[layer] for layer in range(first, end)}
             if len(work) == 1 and len(held) == end - first:
-                most = model.new_int_var(0, problem.total_microbatches * (end - first), f"cells of stage {first}")
+                most = model.new_int_var(0, problem.grid.total_microbatches * (end - first), f"cells of stage {first}")
                 model.add(lines * most >= sum(rest[first:end]))
                 model.add(self._load >= most * work.pop() + beside)
             else:
                 model.add(lines * (self._load - beside) >= sum(
-                    problem.work[layer] * rest[layer] for layer in range(first, end)))
+                    problem.costs.work[layer] * rest[layer] for layer in range(first, end)))
 
     def _moved(self) -> cp_model.LinearExprT:
         """Layers that workers must load."""
@@ -221,7 +221,8 @@ class Assignment:
 
     def _bytes(self, layers: set[int]) -> int:
         """What layers weigh; where the job does not say, all the same."""
-        return sum(map(self._problem.weights.__getitem__, layers)) if any(self._problem.weights) else len(layers)
+        weights = self._problem.costs.weights
+        return sum(weights[layer] for layer in layers) if any(weights) else len(layers)
 
     def _variables(self) -> list[cp_model.IntVar]:
         return [variable for kind in self._kinds for variable in (
@@ -260,7 +261,7 @@ class Assignment:
                 chunks[index] = self._chunks(kind, solver)
                 if solver.value(kind.more):
                     pieces.append(Piece(len(pieces), 0, solver.value(kind.more), index, None))
-        left = self._problem.total_microbatches - len(pieces) - sum(whole[index] for kind in self._kinds
+        left = self._problem.grid.total_microbatches - len(pieces) - sum(whole[index] for kind in self._kinds
                                                                    for index in kind.copies)
         for index in self._kept:
             whole[index] = min(left, divider.most_whole(index, limit))
@@ -282,7 +283,7 @@ def _solver(budget: Budget) -> cp_model.CpSolver:
     return solver
 
 
-def improved(problem: LayoutProblem, lines: Sequence[Line], known: tuple[int, Division],
+def improved(problem: Problem, lines: Sequence[Line], known: tuple[int, Division],
              budget: Budget) -> Division | None:
     """A division no longer than the known (longest load, division) that moves fewer layers; None where there is none.
 

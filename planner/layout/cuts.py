@@ -6,13 +6,13 @@ import msgspec
 
 from slipstream.planner.layout.fixed import fixed_layout
 from slipstream.planner.layout.lines import Line, cut
-from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.layout.types import Layout
+from slipstream.planner.model.layout import Layout
+from slipstream.planner.model.problem import Problem
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import VirtualStage, Worker
 
 
-def lines_of(problem: LayoutProblem) -> list[Line]:
+def lines_of(problem: Problem) -> list[Line]:
     """Lines of the live workers: a pipeline's own where they can hold all layers, else those of several pipelines.
 
     A pipeline that lost nobody and has nobody slow keeps its stages. Those that are cut anew come first. Raises
@@ -41,7 +41,7 @@ def lines_of(problem: LayoutProblem) -> list[Line]:
     return sorted(lines, key=lambda line: (not line.cut, line.workers[0].pipeline))
 
 
-def one_cut(problem: LayoutProblem) -> Layout | None:
+def one_cut(problem: Problem) -> Layout | None:
     """One cut for all pipelines, by the live workers that each column has left; None where no such cut fits.
 
     After ElasWave (arXiv 2510.00606), which re-balances layers between stages for all replicas alike. A worker stays in
@@ -61,31 +61,32 @@ def one_cut(problem: LayoutProblem) -> Layout | None:
         found = ranges or found
     if found is None:
         return None
-    holds = {worker: (found[columns.index(worker.column)],) for worker in problem.live
-             if found[columns.index(worker.column)][0] < found[columns.index(worker.column)][1]}
-    path = tuple((layers, column) for layers, column in zip(found, columns, strict=True) if layers[0] < layers[1])
-    idle = {worker: () for worker in problem.live if worker not in holds}
-    there = msgspec.structs.replace(problem.holding({**holds, **idle}), paths=(path,))
+    of_column = {column: (layers,) for column, layers in zip(columns, found, strict=True) if layers[0] < layers[1]}
+    stages = tuple(VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items())
+    there = msgspec.structs.replace(
+        problem, grid=msgspec.structs.replace(problem.grid, stages=stages), workers={
+            worker: msgspec.structs.replace(one, holds=of_column.get(worker.column, ()))
+            for worker, one in problem.workers.items()})
     layout = fixed_layout(there, sliced=False)
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 
 
-def _ranges(problem: LayoutProblem, columns: Sequence[int], rates: Sequence[float],
+def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
             limit: float) -> list[LayerRange] | None:
     """Layers of each column whose work its live workers do within the limit, from the first column on."""
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
         first, work, tail = layer, 0, 0
-        room = min((problem.room_of(worker) for worker in problem.live if worker.column == column), default=0)
-        while layer < problem.layer_count:
-            work += problem.work[layer] * problem.total_microbatches
-            tail += problem.tail[layer]
-            room -= problem.weight(layer) + problem.most(layer)
+        room = min((problem.workers[worker].room for worker in problem.live if worker.column == column), default=0)
+        while layer < problem.grid.layer_count:
+            work += problem.costs.work[layer] * problem.grid.total_microbatches
+            tail += problem.costs.closing[layer]
+            room -= problem.costs.weights[layer] + problem.costs.most[layer]
             if not rate or work / rate + tail > limit or room < 0:
                 break
             layer += 1
         ranges.append((first, layer))
-    return ranges if layer == problem.layer_count else None
+    return ranges if layer == problem.grid.layer_count else None
 
 
 def _along(workers: Sequence[Worker]) -> list[Worker]:
@@ -93,16 +94,16 @@ def _along(workers: Sequence[Worker]) -> list[Worker]:
     return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
 
 
-def _keeps(problem: LayoutProblem, workers: Sequence[Worker]) -> bool:
+def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
     """Whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.paths[0]:
         stages.setdefault(column, []).append(layers)
     return {worker.column for worker in workers} == set(stages) and all(
-        problem.slowness(worker) == 1000 and tuple(problem.holds[worker]) == tuple(stages[worker.column])
+        problem.slowness(worker) == 1000 and tuple(problem.workers[worker].holds) == tuple(stages[worker.column])
         for worker in workers)
 
 
-def _holds_all(problem: LayoutProblem, workers: Sequence[Worker]) -> bool:
+def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
     """Whether a line of these workers has room for all layers."""
-    return cut(problem, _along(workers), [1] * problem.layer_count, problem.ample_ticks * 4) is not None
+    return cut(problem, _along(workers), [1] * problem.grid.layer_count, problem.ample_ticks * 4) is not None

@@ -20,9 +20,9 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from slipstream.planner.layout.bounds import ticks_of_work, work_bound
 from slipstream.planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle, least_limit
-from slipstream.planner.layout.problem import LayoutProblem
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.work_bounds import ticks_of_work, work_bound
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -60,7 +60,7 @@ class Division(NamedTuple):
 class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
-    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
+    def __init__(self, problem: Problem, lines: Sequence[Line], *, floating: bool = True,
                  spread: bool = True, staggered: bool = False, anywhere: bool = False, separate: bool = False) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines;
         `anywhere`: and come back to one; `separate`: few of its own."""
@@ -83,7 +83,7 @@ class Divider:
 
     def _divided(self, limit: int) -> Division | None:
         """A division in which nobody's load is more than `limit` ticks, without its chunks; None if there is none."""
-        left = self._problem.total_microbatches
+        left = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._lines)):
             most = min(left, self._most(index, limit))
@@ -106,7 +106,7 @@ class Divider:
 
         The workers that keep their stages take the rest; None if it does not fit.
         """
-        items = self._problem.total_microbatches - sum(whole)
+        items = self._problem.grid.total_microbatches - sum(whole)
         taken = {(piece.item, layer) for piece in segments for layer in range(piece.first, piece.end)}
         pieces = self._over_sets(whole, items, limit) if self._separate else \
             self._over_workers(whole, items, taken, limit)
@@ -120,7 +120,7 @@ class Divider:
 
     def _kind(self, line: Line) -> tuple[object, ...]:
         problem = self._problem
-        return (line.cut, *((worker.column, problem.slowness(worker), problem.room_of(worker))
+        return (line.cut, *((worker.column, problem.slowness(worker), problem.workers[worker].room)
                             for worker in line.workers))
 
     def _most(self, index: int, limit: int) -> int:
@@ -131,7 +131,7 @@ class Divider:
             high = self._at_most(line, limit)
             while low < high:
                 middle = max((low + high + 1) // 2, high - step)  # most often it is little less than all time takes
-                if self._fits(line, [middle] * self._problem.layer_count, limit):
+                if self._fits(line, [middle] * self._problem.grid.layer_count, limit):
                     low = middle
                 else:
                     high, step = middle - 1, 2 * step + 1
@@ -141,8 +141,8 @@ class Divider:
     def _at_most(self, line: Line, limit: int) -> int:
         """Micro-batches that take all the time of all workers."""
         rate = sum(1000 / self._problem.slowness(worker) for worker in line.workers)
-        work = sum(self._problem.work)
-        return min(self._problem.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
+        work = sum(self._problem.costs.work)
+        return min(self._problem.grid.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
 
     def _fits(self, line: Line, counts: Sequence[int], limit: int) -> bool:
         if line.cut:
@@ -153,13 +153,13 @@ class Divider:
         """The load of a worker that keeps its layers, and its least idle time."""
         problem, worker = self._problem, line.workers[position]
         held = problem.layers_held(worker)
-        idle = 0 if len(problem.holds[worker]) > 1 else fill_idle(
-            problem, worker, len(line.workers) - 1 - position)(*problem.holds[worker][0], count)
+        idle = 0 if len(problem.workers[worker].holds) > 1 else fill_idle(
+            problem, worker, len(line.workers) - 1 - position)(*problem.workers[worker].holds[0], count)
         return chunk_ticks(problem, worker, dict.fromkeys(held, count)) + idle
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
         """What each line that is cut anew takes of the rest."""
-        count = self._problem.layer_count
+        count = self._problem.grid.layer_count
         cells = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
             free = self._free(whole, limit)
@@ -191,7 +191,7 @@ class Divider:
     def _short(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Cell]:
         """The first so many cells of a stage as its workers have no time for."""
         cells = [(item, layer) for item in range(items) for layer in range(*layers)]
-        longest = max(self._problem.work[layer] for layer in range(*layers))
+        longest = max(self._problem.costs.work[layer] for layer in range(*layers))
         room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
                    for worker, ticks in free.items() if worker.column == column)
         return cells[:max(0, len(cells) - room)]
@@ -248,7 +248,7 @@ class Divider:
         if not counts:
             return
         most = {count: self._most_of_stage(items // count, len(kept) // count) for count in counts}
-        enough = min(most.values()) + Fraction(TOLERANCE) * max(self._problem.microbatches)
+        enough = min(most.values()) + Fraction(TOLERANCE) * max(self._problem.grid.microbatches)
         count = max(count for count in counts if most[count] <= enough)
         each = items // count
         size = next(size for size in itertools.count(1) if self._most_of_stage(each, size) <= most[count])
@@ -262,7 +262,7 @@ class Divider:
 
     def _shares(self, items: range, layers: LayerRange, count: int) -> list[list[Cell]]:
         """The cells of a stage in so many consecutive parts, of even work."""
-        work = self._problem.work
+        work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Cell]] = [[] for _ in range(count)]
         for item in items:
@@ -273,7 +273,7 @@ class Divider:
 
     def _counts(self, whole: Sequence[int], segments: Sequence[Piece]) -> list[list[int]]:
         """Cells of each layer on each line, without what is spread over single workers."""
-        counts = [[most] * self._problem.layer_count for most in whole]
+        counts = [[most] * self._problem.grid.layer_count for most in whole]
         for piece in segments:
             for layer in range(piece.first, piece.end):
                 counts[piece.line][layer] += 1
@@ -284,7 +284,7 @@ class Divider:
         whole_layers = partial(self._cut, floating=False)
         cut_within = self._cut if whole_layers(self._problem, line.workers, counts, limit) is None else whole_layers
         problem, slowness = self._problem, map(self._problem.slowness, line.workers)
-        work = sum(ticks * count for ticks, count in zip(problem.work, counts, strict=True))
+        work = sum(ticks * count for ticks, count in zip(problem.costs.work, counts, strict=True))
         attempt = partial(cut_within, problem, line.workers, counts)
         chunks = attempt(limit)
         assert chunks is not None, "a line holds its counts"

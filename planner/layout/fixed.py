@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from slipstream.planner.layout.lines import least_limit
-from slipstream.planner.layout.problem import LayoutProblem, Part, parts_of
 from slipstream.planner.layout.routes import stops_of
-from slipstream.planner.layout.types import Layout, MicroBatch
+from slipstream.planner.model.layout import Layout, MicroBatch
+from slipstream.planner.model.problem import Part, Problem, parts_of
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 
-def fixed_layout(problem: LayoutProblem, *, sliced: bool = True, within: float = 0.0) -> Layout:
+def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
     """Least longest load with the present holdings, and as few slices as go with it.
 
     `sliced`: whether a micro-batch may be cut within a part. `within`: how much longer the longest load may be than the
@@ -31,21 +31,20 @@ def fixed_layout(problem: LayoutProblem, *, sliced: bool = True, within: float =
         best = sharing.within(round(least * (1 + within))) or best
     routes = {batch: stops_of(layers) for batch, layers in sorted(best.items())}
     return Layout(kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
-                  holds=dict(problem.holds), routes=routes)
+                  holds={worker: one.holds for worker, one in problem.workers.items()}, routes=routes)
 
 
 class _Sharing:
     """Shares the work of every part among its holders, for a given longest load."""
 
-    def __init__(self, problem: LayoutProblem, *, sliced: bool) -> None:
+    def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._sliced = problem, sliced
         self._parts = sorted(parts_of(problem), key=lambda part: (len(part.holders), part.layers))
-        self._tail = {worker: sum(problem.tail[layer] for layer in problem.layers_held(worker))
-                      for worker in problem.live}
+        self._closing = {worker: problem.closing(worker) for worker in problem.live}
 
     def within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
         """The worker of each layer of every micro-batch, nobody's load above `limit` ticks; None if none is found."""
-        free = {worker: limit - tail for worker, tail in self._tail.items()}
+        free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
         where: dict[MicroBatch, dict[int, Worker]] = defaultdict(dict)
@@ -59,7 +58,7 @@ class _Sharing:
         """Leave as many micro-batches as there is time for on their own workers; the others, in order."""
         own: dict[Worker, list[MicroBatch]] = defaultdict(list)
         away = []
-        for pipeline, count in enumerate(self._problem.microbatches):
+        for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
                 batch = MicroBatch(pipeline, number)
                 worker = self._own_worker(part, batch)

@@ -7,12 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-import msgspec
-
 from slipstream.planner.layout.cuts import lines_of
 from slipstream.planner.layout.division import Divider
-from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.layout.types import Layout, MicroBatch, Stop
+from slipstream.planner.model.decompose import part_of
+from slipstream.planner.model.layout import Layout, MicroBatch, Stop
+from slipstream.planner.model.problem import Problem
 from slipstream.schedules.schedule import Worker
 
 UNDIVIDED = 8
@@ -23,8 +22,8 @@ TOLERANCE = 0.005
 """How much longer than with most helpers the longest load may be, as a share of it."""
 
 
-def by_groups(problem: LayoutProblem, groups: Sequence[tuple[int, ...]],
-              make: Callable[[LayoutProblem], Layout | None]) -> Layout | None:
+def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
+              make: Callable[[Problem], Layout | None]) -> Layout | None:
     """A layout made group by group, like groups once; None where there is none for one of them.
 
     Raises LookupError when the live workers cannot hold all layers.
@@ -34,8 +33,8 @@ def by_groups(problem: LayoutProblem, groups: Sequence[tuple[int, ...]],
     known: dict[tuple[object, ...], Layout | None] = {}
     holds, routes, kind = {}, {}, ""
     for pipelines in groups:
-        part = _part(problem, pipelines)
-        key = tuple(part.workers.items()), part.microbatches
+        part = part_of(problem, pipelines)
+        key = tuple(part.workers.items()), part.grid.microbatches
         if key not in known:
             known[key] = make(part)
         layout = known[key]
@@ -49,19 +48,19 @@ def by_groups(problem: LayoutProblem, groups: Sequence[tuple[int, ...]],
     return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
 
 
-def groups_of(problem: LayoutProblem) -> Iterator[tuple[int, ...]]:
+def groups_of(problem: Problem) -> Iterator[tuple[int, ...]]:
     """The pipelines of each group: those that lost workers or time, with their helpers; each other one by itself.
 
     Who lost more may have more helpers. All in one group where there are few. Raises LookupError when the live workers
     cannot hold all layers.
     """
     lines = lines_of(problem)
-    if len(problem.microbatches) <= UNDIVIDED:
-        yield tuple(range(len(problem.microbatches)))
+    if len(problem.grid.microbatches) <= UNDIVIDED:
+        yield tuple(range(len(problem.grid.microbatches)))
         return
     kept = [line.workers[0].pipeline for line in lines if not line.cut]
     weak = [tuple(sorted({worker.pipeline for worker in line.workers})) for line in lines if line.cut]
-    weak += [(pipeline,) for pipeline in range(len(problem.microbatches)) if not problem.live_of[pipeline]]
+    weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches)) if not problem.live_of[pipeline]]
     merged = {pipeline for group in weak for pipeline in group}
     kept = [pipeline for pipeline in kept if pipeline not in merged]
     losses = [_lost(problem, group) for group in weak]
@@ -78,17 +77,17 @@ def groups_of(problem: LayoutProblem) -> Iterator[tuple[int, ...]]:
         yield (pipeline,)
 
 
-def _lost(problem: LayoutProblem, group: Sequence[int]) -> Fraction:
+def _lost(problem: Problem, group: Sequence[int]) -> Fraction:
     """How many workers' work these pipelines cannot do; a little, where all their workers are fast."""
     workers = len(group) * len(problem.paths[0])
     speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
     return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
-def _helpers(problem: LayoutProblem, group: tuple[int, ...], most: Sequence[int]) -> int:
+def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int]) -> int:
     """The fewest helpers with which the longest load is about as short as with the most."""
     def longest(count: int) -> float:
-        part = _part(problem, (*group, *most[:count]))
+        part = part_of(problem, (*group, *most[:count]))
         try:
             found = Divider(part, lines_of(part)).least(within=TOLERANCE / 5)
         except LookupError:
@@ -99,14 +98,6 @@ def _helpers(problem: LayoutProblem, group: tuple[int, ...], most: Sequence[int]
     while count < len(most) and longest(count) > (1 + TOLERANCE) * best:
         count *= 2
     return min(count, len(most))
-
-
-def _part(problem: LayoutProblem, pipelines: Sequence[int]) -> LayoutProblem:
-    """The problem of some pipelines, numbered from 0 in this order."""
-    return msgspec.structs.replace(
-        problem, microbatches=tuple(problem.microbatches[pipeline] for pipeline in pipelines),
-        workers={Worker(number, worker.column): problem.workers[worker] for number, pipeline in enumerate(pipelines)
-                 for worker in problem.live_of[pipeline]})
 
 
 def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:

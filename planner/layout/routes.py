@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.planner.layout.division import Division
 from slipstream.planner.layout.lines import Line
-from slipstream.planner.layout.problem import LayoutProblem
-from slipstream.planner.layout.types import Layout, MicroBatch, Route, Stop
+from slipstream.planner.model.layout import Layout, MicroBatch, Route, Stop
+from slipstream.planner.model.problem import Problem
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
@@ -14,7 +14,7 @@ GOLDEN = 0.6180339887498949
 """The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
 
 
-def layout_of(problem: LayoutProblem, lines: Sequence[Line], division: Division, kind: str) -> Layout:
+def layout_of(problem: Problem, lines: Sequence[Line], division: Division, kind: str) -> Layout:
     """The layout of a division: names its micro-batches, and decides where each is cut."""
     whole, items = _names(problem, lines, division)
     where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
@@ -35,14 +35,14 @@ def layout_of(problem: LayoutProblem, lines: Sequence[Line], division: Division,
     return Layout(kind=kind, holds=_holds(problem, lines, routes), routes=routes)
 
 
-def _names(problem: LayoutProblem, lines: Sequence[Line],
+def _names(problem: Problem, lines: Sequence[Line],
            division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
     """The micro-batches of each line, and those of no line; a line's own first, the others even over the iteration."""
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
     of_pipeline = {line.workers[0].pipeline: index for index, line in reversed(list(enumerate(lines)))}
     own: dict[int, list[MicroBatch]] = defaultdict(list)
-    for pipeline, count in enumerate(problem.microbatches):
+    for pipeline, count in enumerate(problem.grid.microbatches):
         batches = [MicroBatch(pipeline, number) for number in range(count)]
         stay = min(count, division.whole[of_pipeline[pipeline]]) if pipeline in of_pipeline else 0
         leaving = {(2 * step + 1) * count // (2 * (count - stay)) for step in range(count - stay)}
@@ -101,7 +101,7 @@ def stops_of(layers: dict[int, Worker]) -> Route:
     return tuple(stops)
 
 
-def _holds(problem: LayoutProblem, lines: Sequence[Line],
+def _holds(problem: Problem, lines: Sequence[Line],
            routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
     """Workers of lines that are cut anew hold what they run, all others what they held."""
     anew = {worker for line in lines if line.cut for worker in line.workers}
@@ -110,5 +110,5 @@ def _holds(problem: LayoutProblem, lines: Sequence[Line],
         for stop in route:
             run[stop.worker].update(range(*stop.layers))
     return {worker: joined_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
-            problem.holds[worker] for worker in problem.live}
+            problem.workers[worker].holds for worker in problem.live}
 

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from slipstream.planner.bound import Bound
-from slipstream.planner.layout.types import MicroBatch
 from slipstream.planner.model import start_times
 from slipstream.planner.model.arrays import Ints, ProblemArrays
 from slipstream.planner.model.decompose import NOBODY, Piece, undivided
+from slipstream.planner.model.layout import MicroBatch
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from slipstream.planner.layout.types import MicroBatch
+from slipstream.planner.model.layout import MicroBatch
 from slipstream.planner.model.problem import Leg, Problem
 from slipstream.planner.model.unions import joined
 from slipstream.schedules.schedule import Worker

@@ -9,10 +9,9 @@ import msgspec
 from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
-from slipstream.planner.layout.problem import LayersMode, LayoutProblem
-from slipstream.planner.layout.types import UNLIMITED, Held, Layout, LiveWorker
-from slipstream.planner.model.problem import Leg, NoPlanError, Problem
-from slipstream.planner.model.ticks import memory_in_units, tick_of, times_in_ticks
+from slipstream.planner.model.layout import UNLIMITED, Held, Layout, LiveWorker
+from slipstream.planner.model.problem import IN_PLACE, Leg, NoPlanError, Problem, Question
+from slipstream.planner.model.ticks import layer_ticks, memory_in_units, tick_of, times_in_ticks
 from slipstream.schedules.layers import LayerRange, total
 from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OptimizerMode, Times, VirtualStage, Worker
 
@@ -38,57 +37,50 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     return problem
 
 
-def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                   layers: LayersMode = "fixed", from_checkpoint: bool = False,
-                   sliced: bool = True, holds: Mapping[Worker, Held] | None = None) -> LayoutProblem:
-    """The same ticks and memory units as in the problem of a layout (`problem_of_layout`).
+def layered_problem(job: Job, failed: Sequence[Worker] = (), question: Question = IN_PLACE, *,
+                    backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
+                    holds: Mapping[Worker, Held] | None = None) -> Problem:
+    """The same in ticks that are fine enough for single layers: layouts are made for it (`with_layout`).
 
     `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
     Raises JobError where a stage has no layer, NoPlanError where no worker is left.
     """
     job = with_shared_state(job, failed)
-    grid, costs = grid_of(job), layer_costs(job)
-    single = tuple((layer, layer + 1) for layer in range(len(costs.forward)))
-    tick, stages = tick_of(job, costs), len(grid.stages)
-    times, memory = times_in_ticks(job, grid, tick, costs, single), memory_in_units(job, costs, single)
-    live = [worker for worker in grid.workers() if worker not in set(failed)]
+    grid, of_layers = grid_of(job), layer_costs(job)
+    tick = tick_of(job, of_layers)
+    costs = layer_ticks(job, of_layers, tick, fused=backward == "fused")
+    live = in_place(grid, failed)
     if not live:
         raise NoPlanError("all workers are down")
-    return LayoutProblem(
-        forward=times.forward[stages:], backward_input=times.backward_input[stages:],
-        backward_weight=times.backward_weight[stages:], transfer=times.transfer,
-        optimizer=tuple(round(value / tick) for value in costs.optimizer), all_reduce=times.all_reduce[stages:],
-        activation=memory.activation[stages:] if memory else (),
-        weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
-        weights=memory.weights if memory else (), workers=live_workers(grid, times, memory, {
-            worker: (holds or {}).get(worker, grid.held_by_column[worker.column]) for worker in live}),
-        microbatches=grid.microbatches, layers=layers,
-        from_checkpoint=from_checkpoint, sliced=sliced,
-        paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
-                    for chain in range(grid.chains)))
+    times = msgspec.structs.replace(times_in_ticks(job, grid, tick), optimizer_of_layer=costs.optimizer)
+    return held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times,
+                        memory=memory_in_units(job, of_layers), holds=live | dict(holds or {}), backward=backward,
+                        optimizer=optimizer, question=question, costs=costs)
 
 
-def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",
-                      optimizer: OptimizerMode = "staggered", least: Bound | None = None) -> Problem:
+def with_layout(problem: Problem, layout: Layout, least: Bound | None = None) -> Problem:
     """The problem of a layout: who holds what and the routes are given, the order in time is open.
 
-    In ticks that are fine enough for single layers; `least` is a bound in these. Raises JobError where a stage has no
-    layer.
+    `least`: a bound for all layouts.
     """
-    job = with_shared_state(job, failed)
-    grid, costs = grid_of(job), layer_costs(job)
-    tick = tick_of(job, costs)
-    reduced = (layers for layers, _ in reductions_of(grid, tuple(set(layout.holds.values()))))
-    number = _numbers(grid, layout, reduced)
+    grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
+    groups = tuple(sorted(set(layout.holds.values())))
+    reductions = reductions_of(grid, groups)
+    number = _numbers(grid, layout, (layers for layers, _ in reductions))
     slices = tuple(number)[len(set(grid.layers_by_stage)):]
-    times = msgspec.structs.replace(
-        times_in_ticks(job, grid, tick, costs, slices),
-        optimizer_of_layer=tuple(round(value / tick) for value in costs.optimizer))
-    routes = {batch: tuple(Leg(number[stop.layers], stop.worker) for stop in route)
-              for batch, route in layout.routes.items()}
-    return held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times,
-                        memory=memory_in_units(job, costs, slices), holds=layout.holds, backward=backward,
-                        optimizer=optimizer, sharing=True, slices=slices, routes=routes, least=least)
+
+    def with_slices(stages: Times | Memory, *names: str) -> dict[str, tuple[int, ...]]:
+        return {name: (*getattr(stages, name)[:len(grid.stages)], *costs.of_slices(name, slices)) for name in names}
+
+    return msgspec.structs.replace(
+        problem, times=msgspec.structs.replace(times, **with_slices(
+            times, "forward", "backward_input", "backward_weight", "all_reduce")),
+        memory=memory and msgspec.structs.replace(memory, **with_slices(memory, "activation", "weight_stash")),
+        workers={worker: msgspec.structs.replace(problem.workers[worker], holds=held)
+                 for worker, held in sorted(layout.holds.items())},
+        groups=groups, reductions=reductions, sharing=True, slices=slices, least=least,
+        routes={batch: tuple(Leg(number[stop.layers], stop.worker) for stop in route)
+                for batch, route in layout.routes.items()})
 
 
 def _numbers(grid: Grid, layout: Layout, reduced: Iterable[LayerRange]) -> dict[LayerRange, int]:

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from slipstream.planner.layout.types import MicroBatch
 from slipstream.planner.model.bounds import Fill, can_fill
+from slipstream.planner.model.layout import MicroBatch
 from slipstream.planner.model.problem import Leg, Problem, Unit
 from slipstream.schedules.schedule import Worker
 

@@ -3,17 +3,20 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from slipstream.planner.bound import Bound
-from slipstream.planner.layout.types import Held, LiveWorker, MicroBatch
+from slipstream.planner.model.layer_ticks import LayerTicks
+from slipstream.planner.model.layout import Held, LiveWorker, MicroBatch
 from slipstream.planner.model.unions import joined
 from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.layers import LayerRange, total
 from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Scope, Times, Worker
+
+LayersMode = Literal["fixed", "move"]
 
 
 class NoPlanError(NoScheduleError):
@@ -34,6 +37,25 @@ class Leg(NamedTuple):
 
     slice: int
     worker: Worker
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Which layouts a plan may choose from."""
+
+    layers: LayersMode = "fixed"
+    """Whether workers may come to hold other layers."""
+    from_checkpoint: bool = False
+    """Whether layers that no live worker holds may be loaded from a checkpoint."""
+    sliced: bool = True
+    """Whether a route may be cut within what its workers hold; False: whole micro-batches at each worker."""
+
+    @property
+    def scope(self) -> Scope:
+        """Of what is proven for it."""
+        return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
+
+
+IN_PLACE = Question()
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -68,6 +90,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The slices that each micro-batch passes, in order; None: the stages of its chain."""
     least: Bound | None = None
     """With routes: no period is shorter, whatever the layout."""
+    question: Question = IN_PLACE
+    """Of a problem that layouts are made for."""
+    costs: LayerTicks = LayerTicks()
+    """Of such a problem."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
@@ -348,3 +374,75 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         units = self.grid.total_microbatches * self.grid.depth if self.routes is None else \
             sum(map(len, self.routes.values()))
         return units * len(self.kinds)
+
+    # --- What layouts are made from -----------------------------------------------------------------------------------
+
+    @cached_property
+    def paths(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
+        """One for each chain: the stages that its micro-batches visit, in order, as (layers, worker column)."""
+        return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage]) for stage in self.grid.path(chain))
+                     for chain in range(self.grid.chains))
+
+    @cached_property
+    def live_of(self) -> tuple[tuple[Worker, ...], ...]:
+        """[pipeline] its live workers, sorted."""
+        return tuple(tuple(worker for worker in self.live if worker.pipeline == pipeline)
+                     for pipeline in range(self.grid.pipelines))
+
+    def slowness(self, worker: Worker) -> int:
+        """Per mille of the usual time that this worker takes."""
+        return self.workers[worker].per_mille
+
+    def layers_held(self, worker: Worker) -> tuple[int, ...]:
+        """The layers that a worker holds now, ascending."""
+        return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
+
+    def closing(self, worker: Worker) -> int:
+        """Ticks of the all-reduces and the optimizer steps of the layers that a worker holds now."""
+        return total(self.costs.sums.closing, self.workers[worker].holds)
+
+    def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
+        """Ticks of F, I and W of these layers on a worker; each op is rounded up by itself."""
+        slow = self.slowness(worker)
+        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.sums[:3])
+
+    def stagger(self, first: int, last: int) -> int:
+        """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
+
+        So far apart are their reductions: a slice over both is done before the first of them, and its worker then waits
+        for the second.
+        """
+        return self._staggered[last] - self._staggered[first]
+
+    @cached_property
+    def _staggered(self) -> tuple[int, ...]:
+        """[layer] ticks from the start of the first stage to that of the stage that holds it."""
+        between = [0] * (self.grid.layer_count + 1)
+        for (low, high), _ in self.paths[0]:
+            between[high] += self.times.transfer + sum(self.costs.forward[low:high])
+        return tuple(accumulate(between))
+
+    @cached_property
+    def ample_ticks(self) -> int:
+        """More than the longest load can be: the slowest worker runs everything."""
+        slowest = max(map(self.slowness, self.live))
+        return sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000 + sum(self.costs.closing) + 1
+
+
+class Part(NamedTuple):
+    """Consecutive layers and those who hold all of them."""
+
+    layers: LayerRange
+    holders: tuple[Worker, ...]
+
+
+def parts_of(problem: Problem) -> Iterator[Part]:
+    """The parts, in order of layers. Raises LookupError where no live worker holds a layer."""
+    cuts = {end for path in problem.paths for layers, _ in path for end in layers}
+    cuts |= {end for one in problem.workers.values() for layers in one.holds for end in layers}
+    for first, end in pairwise(sorted(cuts)):
+        holders = tuple(worker for worker, one in problem.workers.items()
+                        if any(low <= first and end <= high for low, high in one.holds))
+        if not holders:
+            raise LookupError(f"no live worker holds layer {first}")
+        yield Part((first, end), holders)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from slipstream.planner.layout.bounds import ticks_of_work
 from slipstream.planner.model.drain import Room, most_left
 from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.work_bounds import ticks_of_work
 from slipstream.schedules.schedule import OpKind, Worker
 
 Named = tuple[Fraction, str]

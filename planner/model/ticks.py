@@ -1,15 +1,15 @@
 """From the user's units to whole numbers: seconds to ticks, memory to multiples of a unit."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 
 import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact
+from slipstream.planner.model.layer_ticks import LayerTicks
 from slipstream.schedules.costs import Room
-from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Memory, Slow, Times
 
 FINEST = 10**6
@@ -49,42 +49,54 @@ def per_mille(factor: float) -> int:
     return round(factor * 1000)
 
 
-def times_in_ticks(job: Job, grid: Grid, tick: Fraction, costs: LayerCosts | None = None,
-                   slices: Sequence[LayerRange] = ()) -> Times:
-    """Times of the stages, and of these slices of layers with such costs."""
-    def ticks(stages: Sequence[float], layers: Sequence[Fraction]) -> tuple[int, ...]:
-        return (*(round(exact(value) / tick) for value in stages),
-                *(round(sum(layers[first:end]) / tick) for first, end in slices))
+def times_in_ticks(job: Job, grid: Grid, tick: Fraction) -> Times:
+    """Times of the stages."""
+    def ticks(values: Iterable[float]) -> tuple[int, ...]:
+        return tuple(round(exact(value) / tick) for value in values)
 
     time = job.time
-    optimizer = ticks(time.optimizer, ())
-    return Times(forward=ticks(time.forward, costs.forward if costs else ()),
-                 backward_input=ticks(time.backward_input, costs.backward_input if costs else ()),
-                 backward_weight=ticks(time.backward_weight, costs.backward_weight if costs else ()),
-                 all_reduce=ticks(time.all_reduce, costs.all_reduce if costs else ()),
+    optimizer = ticks(time.optimizer)
+    return Times(forward=ticks(time.forward), backward_input=ticks(time.backward_input),
+                 backward_weight=ticks(time.backward_weight), all_reduce=ticks(time.all_reduce),
                  optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
                                  for column in range(grid.columns)),
                  transfer=round(exact(time.transfer) / tick),
                  slow=tuple(Slow(worker, per_mille(factor)) for worker, factor in time.slow))
 
 
-def memory_in_units(job: Job, costs: LayerCosts | None = None, slices: Sequence[LayerRange] = ()) -> Memory | None:
-    """Whole multiples of the coarsest exact unit; rounded to the safe side where that would need huge numbers."""
+def unit_of(job: Job, costs: LayerCosts | None = None) -> Fraction:
+    """The coarsest unit that holds all memory exactly, or a coarser one where that would need huge numbers."""
+    assert job.memory is not None
+    values = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
+    values += [] if costs is None else [*costs.activation, *costs.weight_stash, *costs.weights]
+    positive = [value for value in values if value]
+    return max(_common(positive), max(positive) / FINEST_MEMORY) if positive else Fraction(1)
+
+
+def memory_in_units(job: Job, costs: LayerCosts | None = None) -> Memory | None:
+    """Of the stages, in whole multiples of the unit, rounded to the safe side. With `costs`, weights of each layer."""
     if job.memory is None:
         return None
-    used = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
-    room = [exact(value) for value in job.memory.capacity]
-    of_layers = [] if costs is None else [*costs.activation, *costs.weight_stash, *costs.weights]
-    positive = [value for value in (*used, *room, *of_layers) if value]
-    unit = max(_common(positive), max(positive) / FINEST_MEMORY) if positive else Fraction(1)
+    memory, unit = job.memory, unit_of(job, costs)
+    others = tuple(Room(worker, math.floor(exact(value) / unit)) for worker, value in memory.capacity_of)
+    return Memory(unit=float(unit), capacity=tuple(math.floor(exact(value) / unit) for value in memory.capacity),
+                  capacity_of=others or msgspec.UNSET, activation=_units(map(exact, memory.activation), unit),
+                  weight_stash=_units(map(exact, memory.weight_stash), unit),
+                  weights=() if costs is None else _units(costs.weights, unit))
 
-    def units(stages: Sequence[float], layers: Sequence[Fraction]) -> tuple[int, ...]:
-        return (*(math.ceil(exact(value) / unit) for value in stages),
-                *(math.ceil(sum(layers[first:end]) / unit) for first, end in slices))
 
-    others = tuple(Room(worker, math.floor(exact(value) / unit)) for worker, value in job.memory.capacity_of)
-    return Memory(unit=float(unit), capacity=tuple(math.floor(value / unit) for value in room),
-                  capacity_of=others or msgspec.UNSET,
-                  activation=units(job.memory.activation, costs.activation if costs else ()),
-                  weight_stash=units(job.memory.weight_stash, costs.weight_stash if costs else ()),
-                  weights=() if costs is None else tuple(math.ceil(value / unit) for value in costs.weights))
+def _units(values: Iterable[Fraction], unit: Fraction) -> tuple[int, ...]:
+    return tuple(math.ceil(value / unit) for value in values)
+
+
+def layer_ticks(job: Job, costs: LayerCosts, tick: Fraction, *, fused: bool) -> LayerTicks:
+    """Of these costs. `fused`: weights' gradients are made at once, so that nothing is stashed for them."""
+    def ticks(values: Iterable[Fraction]) -> tuple[int, ...]:
+        return tuple(round(value / tick) for value in values)
+
+    unit = unit_of(job, costs) if job.memory else Fraction(1)  # without memory, all amounts are 0
+    stash = _units(costs.weight_stash, unit)
+    return LayerTicks(forward=ticks(costs.forward), backward_input=ticks(costs.backward_input),
+                      backward_weight=ticks(costs.backward_weight), optimizer=ticks(costs.optimizer),
+                      all_reduce=ticks(costs.all_reduce), activation=_units(costs.activation, unit),
+                      weight_stash=(0,) * len(stash) if fused else stash, weights=_units(costs.weights, unit))

@@ -24,7 +24,7 @@ from slipstream.planner.model.layout_bound import LayoutBound, can_bound
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.improve import anneal, improve
+from slipstream.planner.search.improve import anneal, improve, provable
 from slipstream.planner.search.incumbent import Incumbent, Proposals, evidence
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
@@ -102,6 +102,8 @@ class _Engine:
         if not self._found:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
         if not self._greedy and not plain():
+            if several:
+                self._improve_small(budget.share(self._layouts.small_share))
             self._restart(budget)
             self._anneal(budget)
         best = self._best
@@ -206,6 +208,14 @@ class _Engine:
         return max(params.fewest, min(params.most, int(seconds / (params.seconds * self._proposals.units))))
 
     # --- Improve the promising ---
+
+    def _improve_small(self, budget: Budget) -> None:
+        """What CP-SAT knows and could still prove best, as if it were the only candidate: the same question without
+        layouts is answered by it alone, and a wider one should not be answered worse."""
+        for known in self._promising():
+            small = not known.moved and provable(known, self._params.cp_sat)
+            if small and strongest_bound(known.problem).ticks * known.problem.tick_seconds < self._best.seconds:
+                self._replace(known, improve(known, budget, self._params))
 
     def _restart(self, budget: Budget) -> None:
         """Random steps from the best list schedules of the most promising layouts, then of fewer.

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.layout.types import UNLIMITED
 from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.layout import UNLIMITED
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import timed

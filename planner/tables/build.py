@@ -108,7 +108,7 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
             ready()  # here, and not in every process
         # Most expensive first, so that the processes end together.
         missing.sort(key=lambda task: (task.failed is not None, -task.failures))
-        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError,))) as results:
+        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError))) as results:
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
                 progress(len(tasks) - len(missing) + done, len(tasks))

@@ -13,6 +13,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import apart
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
@@ -102,7 +103,7 @@ class EventLoop:
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(run.scheduler, run.at_speeds, run.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
-            partial(_divided, run))
+            partial(_divided, run), apart)
         setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
@@ -117,7 +118,7 @@ class EventLoop:
             plans_for_degraded=run.with_degraded is not None, domains=FailureDomains(setup.failure_domains),
             partition=Partition(run.elements, cuts, setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
-            whole_schedules=run.whole_schedules)
+            length_costs=run.length_costs, whole_schedules=run.whole_schedules)
         at, grid = time.monotonic(), frozenset(run.schedule.grid.workers())
         self.state = begun(self._rules, log, at, None if run.behind is None else Rejoining(
             losses=run.losses, first=setup.first_iteration, gone=frozenset(run.gone), grid=grid, began=at,

@@ -64,7 +64,8 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
         addresses=_addresses(step, (*moves, *part_moves)), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
         stand_for=tuple((worker, ranks) for worker, ranks in stand_for if ranks > 1),
-        factor=step.state.log.factor, restore=None if restore is None else tuple(restore.items())))
+        factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
+        restore=None if restore is None else tuple(restore.items())))
     if join is not None:
         step.do(HandedOver(fetch=join.fetch, order=number))
     for worker in sorted(live - before.members) if before.number else ():

@@ -1,18 +1,16 @@
-"""Schedules for the workers that are left: looked up or planned in threads, since that may take seconds."""
+"""Schedules for the workers that are left: looked up or planned beside the event loop, since that may take seconds."""
 
-import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.background import Background, in_thread
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.questions import Held, Question, ScheduleFound, SchedulerAtSpeeds, Speeds
-from slipstream.runtime.coordinator.speed_planning import SpeedQuestion, SpeedsPlanned, answer_to
+from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
@@ -20,17 +18,17 @@ from slipstream.schedules.errors import NoScheduleError as NoScheduleError
 from slipstream.schedules.parts import Parts, divide
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
-T = TypeVar("T")
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
 
-Called from planning threads, up to `AT_ONCE` at a time."""
+Called beside the event loop, up to `AT_ONCE` at a time; mostly in a process that ends with its answer, so that whatever
+else it changes is lost."""
 
 
 class Rebalancer(Protocol):
     """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
 
-    All methods are called from planning threads, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
+    All methods are called as a `Scheduler` is, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
     without any, they are the job's.
     """
 
@@ -60,7 +58,7 @@ AT_ONCE = 2
 """A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
 settled one is planned beside these, one at a time."""
 STUCK_SECONDS = 20.0
-"""What is planned for longer holds up nothing else: a thread cannot be ended."""
+"""What is planned for longer holds up nothing else."""
 
 
 class Prepared(NamedTuple):
@@ -94,13 +92,16 @@ class ScheduleService:
         What to ask while workers go on as half their processes; None: as else.
     divided
         What divides schedules among their workers.
+    background
+        Where all of this is done.
     """
 
     def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
                  events: EventLog | None = None, with_degraded: WithDegraded | None = None,
-                 divided: Divide = divide) -> None:
+                 divided: Divide = divide, background: Background = in_thread) -> None:
         self._grid = grid
         self._divided = divided
+        self._background = background
         self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
         """By the identity of the schedule, which is kept with it."""
         self._finders = finders
@@ -112,11 +113,16 @@ class ScheduleService:
 
     def prepared(self, schedule: Schedule) -> Prepared:
         """A schedule as it is given in an order. What was asked for here was prepared where it was found."""
-        known = self._prepared.pop(id(schedule), None) or (schedule, self._prepare(schedule))
-        self._prepared[id(schedule)] = known
+        _, prepared = self._prepared.get(id(schedule)) or (None, self._prepare(schedule))
+        self._has_prepared(schedule, prepared)
+        return prepared
+
+    def _has_prepared(self, schedule: Schedule, prepared: Prepared) -> None:
+        """Keep what was prepared beside the event loop."""
+        self._prepared.pop(id(schedule), None)
+        self._prepared[id(schedule)] = schedule, prepared
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
-        return known[1]
 
     def _prepare(self, schedule: Schedule) -> Prepared:
         return Prepared(encode(schedule), self._divided(schedule))
@@ -140,12 +146,25 @@ class ScheduleService:
             found = without_idle(self._fitting(question.down, find()))
             return found, self._prepare(found)
 
-        in_background(work, partial(self._take, question))
+        self._background(work, partial(self._take, question), awaited=not question.settled)
 
     def decide(self, question: SpeedQuestion) -> None:
         """Have it decided what to do at these speeds."""
         plan = self._planner_at_speeds(question)
-        in_background(partial(answer_to, question, plan), lambda answer: self._found(SpeedsPlanned(question, answer)))
+
+        def work() -> tuple[SpeedAnswer, Prepared | None]:
+            answer = answer_to(question, plan)
+            other = answer.decision.schedule
+            return answer, None if other is None else self._prepare(other)
+
+        def decided(found: tuple[SpeedAnswer, Prepared | None] | BaseException) -> None:
+            if not isinstance(found, BaseException):
+                answer, prepared = found
+                if answer.decision.schedule is not None and prepared is not None:
+                    self._has_prepared(answer.decision.schedule, prepared)
+            self._found(SpeedsPlanned(question, found if isinstance(found, BaseException) else answer))
+
+        self._background(work, decided, awaited=False)
 
     def _planner_at_speeds(self, question: SpeedQuestion) -> SchedulerAtSpeeds:
         """What plans for speeds where workers hold what the present schedule gives them, and none of it moves."""
@@ -195,8 +214,8 @@ class ScheduleService:
         elif isinstance(found, BaseException):
             answer = NoScheduleError(f"the planner failed: {type(found).__name__}: {first_line(found)}")
         else:
-            answer = found[0]
-            self._prepared[id(answer)] = found
+            answer, prepared = found
+            self._has_prepared(answer, prepared)
         took = time.monotonic() - self._asked.pop(question)
         self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, Exception) else None))
@@ -220,20 +239,3 @@ def without_idle(schedule: Schedule) -> Schedule:
     return replace(schedule, failed=tuple(worker for worker in schedule.grid.workers() if worker not in there),
                    seats=tuple(replace(seat, program=used.index(seat.program)) for seat in seats),
                    programs=tuple(schedule.programs[program] for program in used))
-
-
-def in_background(work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
-    """Do long work in a thread, and have its result, or what it raises, handled on the event loop."""
-    loop = asyncio.get_running_loop()
-
-    def run() -> None:
-        answer: T | BaseException
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = error
-        with contextlib.suppress(RuntimeError):  # the run is over, and the loop closed
-            loop.call_soon_threadsafe(done, answer)
-
-    # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.
-    threading.Thread(target=run, daemon=True, name="planning").start()

@@ -26,6 +26,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Validated,
 )
 from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.schedules.dealing.fit import SUMS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
@@ -61,6 +62,9 @@ class Bounds:
                 return "it says that ops take no time that there is"
             case Ran() if not all(one.misfit is None or 0 <= one.misfit < math.inf for one in message.times):
                 return "it says that ops differ from their costs by what there is not"
+            case Ran() if not all(one.sums is None or (len(one.sums) == SUMS and all(map(math.isfinite, one.sums)))
+                                  for one in message.times):
+                return "it says of its costs what cannot be added up"
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
             case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):

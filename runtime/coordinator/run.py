@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.runtime.config import RunConfig
+from slipstream.runtime.config import LengthCosts, RunConfig
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, WithDegraded
 from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.recovery import Recovery
@@ -53,6 +53,8 @@ class Run:
     """What is sent of each layer of the model."""
     shared_layers: Sequence[Collection[int]] = ()
     """The layers of the model that have a parameter together, group by group (`runtime.model.layers.sharing`)."""
+    length_costs: LengthCosts | None = None
+    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     whole_schedules: bool = False
     """Whether workers deal or evaluate data by the whole of each schedule."""
     elements: Sequence[Elements] = ()

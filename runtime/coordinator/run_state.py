@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from slipstream.runtime.config import LengthCosts
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.join_planning import Joins, Moves
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
@@ -24,6 +26,7 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
+from slipstream.runtime.protocol.to_worker import NewCosts
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -51,6 +54,8 @@ class Rules:
     """Which workers fail together."""
     partition: Partition | None = None
     """How optimizer states are cut, where workers keep parts of them."""
+    length_costs: LengthCosts | None = None
+    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     whole_schedules: bool = True
     """Whether workers are sent the whole of each schedule besides: to deal or evaluate data by it."""
 
@@ -86,6 +91,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     stop_before: int | None = None
     """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
     save_before: int | None = None
+    new_costs: NewCosts | None = None
+    """What all are told with what acknowledges the iteration `LEAD` before its first."""
     without_microbatches: frozenset[Worker] = frozenset()
     """Members that hold layers of which others run all micro-batches."""
     unanswered: tuple[Ran, ...] = ()
@@ -133,6 +140,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     joins: Joins = Joins()
     slow: SlowWorkers
     settler: Settler | None
+    costs: CostFit | None
     checkpoints: CheckpointTimer
     recovery: RecoveryClock = RecoveryClock()
     lost: LostWorkers = LostWorkers()
@@ -196,6 +204,8 @@ def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None =
         current=rules.first, members=frozenset(() if rejoining is not None else rules.first.seat_of),
         phase=rejoining or Gathering(), log=log, slow=watched(rules.first, plans=rules.plans_for_speeds),
         settler=None if rules.settles is None else Settler(cost=rules.settles, mtbf=rules.mtbf_seconds, began=at),
+        costs=None if rules.length_costs is None else CostFit(
+            known=rules.length_costs, current=rules.length_costs, placement=rules.placement),
         checkpoints=CheckpointTimer(automatic=rules.automatic_checkpoints))
 
 

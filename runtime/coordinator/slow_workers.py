@@ -1,6 +1,6 @@
 """Slow workers: which there are, what is planned for them, and who is left out. It decides when; `speed_planning` what.
 
-Whenever the speeds that were measured are others than those of the present schedule, a thread plans for them while
+Whenever the speeds that were measured are others than those of the present schedule, it is planned for them while
 training goes on. Where that gains enough, the coordinator stops all before the same iteration and goes on by the new
 schedule. The speeds are kept: schedules for deaths and joins are planned for them, too.
 

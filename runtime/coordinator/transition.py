@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import boundary, next_order, orders
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
+from slipstream.runtime.coordinator.cost_fit import LEAD
 from slipstream.runtime.coordinator.effects import Note
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import ScheduleFound
@@ -200,7 +201,7 @@ def _ran(step: Step, report: Ran) -> None:
     before it has reported, too: nobody is more than one step ahead of the last committed iteration.
     """
     _commit(step, *step.state.log.ran(report))
-    state, stop, save = step.state, None, None
+    state, stop, save, costs = step.state, None, None, None
     reports: tuple[Ran, ...] = (report,)
     if isinstance(state.phase, Training) and report.order == state.number and report.worker in state.members:
         if state.phase.without_microbatches:
@@ -209,17 +210,20 @@ def _ran(step: Step, report: Ran) -> None:
             step.change(phase=replace(state.phase, unanswered=() if answered else reports))
             if not answered:
                 return
-        stop, save = state.phase.stop_before, state.phase.save_before
+        stop, save, costs = state.phase.stop_before, state.phase.save_before, state.phase.new_costs
     for one in reports:
-        step.send((one.worker,), Acknowledged(one.order, one.iteration, stop=one.iteration + 1 == stop,
-                                              save=one.iteration + 1 == save))
+        step.send((one.worker,), Acknowledged(
+            one.order, one.iteration, stop=one.iteration + 1 == stop, save=one.iteration + 1 == save,
+            costs=costs if costs is not None and one.iteration == costs.first - LEAD else None))
 
 
 def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
     step.change(log=log)
     for one in committed:
         step.do(one)
-        step.change(recovery=step.state.recovery.committed(step.at), slow=step.state.slow.committed(one))
+        state = step.state
+        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one),
+                    costs=None if state.costs is None else state.costs.ran(one.reports, state.current))
 
 
 def _started(step: Step, report: Started) -> None:

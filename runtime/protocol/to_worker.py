@@ -7,6 +7,7 @@ waits for the next order.
 
 import msgspec
 
+from slipstream.runtime.config import LengthCosts
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.schedules.layers import LayerRange
@@ -92,6 +93,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Members that have lost ranks, and for how many each of their processes stands."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
+    costs: LengthCosts | None = None
+    """What samples are dealt by, where that is fitted to what is measured; None: as the job file says."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
     """Where layers were lost, and the run goes back: drop all layers, and read these, of each member that can read
     them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
@@ -129,6 +132,13 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
     order: int
 
 
+class NewCosts(msgspec.Struct, frozen=True):
+    """What samples are dealt by, from an iteration on (`coordinator.cost_fit`)."""
+
+    first: int
+    known: LengthCosts
+
+
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Ran`, which has arrived: begin the next iteration, or stop before it, as all members will."""
 
@@ -137,6 +147,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     stop: bool = False
     save: bool = False
     """Save a checkpoint of the state before the next iteration."""
+    costs: NewCosts | None = None
+    """Of an iteration that nobody has begun to deal."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

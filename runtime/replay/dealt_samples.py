@@ -20,7 +20,16 @@ from slipstream.runtime.model.data.loss_weights import tokens_of
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.model.seeds import derive_seed
 from slipstream.runtime.replay.placement import Placement
-from slipstream.schedules.dealing import CostError, Costs, Dealer, costs_by_stage, require_costs
+from slipstream.schedules.dealing import (
+    Coefficients,
+    CostError,
+    Costs,
+    Dealer,
+    costs_by_stage,
+    require_costs,
+    sizes_of,
+    sums_of,
+)
 from slipstream.schedules.dealing.arrays import COSTS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
@@ -35,13 +44,19 @@ def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[
 
     `layers_by_stage`: the model's layers of each stage.
     """
-    if training.deal_swaps == 0:
-        return None
-    if knows_costs(data):
+    if training.deal_swaps and knows_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
-    if not knows_lengths(data) or training.length_costs is None:
-        return None
-    coefficients = np.array([_of_stage(training.length_costs, one) for one in layers_by_stage])
+    known = fitted_costs(data, training)
+    return None if known is None else _by_lengths(data, known, layers_by_stage)
+
+
+def fitted_costs(data: Data, training: TrainingConfig) -> LengthCosts | None:
+    """The job file's coefficients, where samples are dealt by these: they follow what is measured."""
+    return training.length_costs if training.deal_swaps and not knows_costs(data) and knows_lengths(data) else None
+
+
+def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostsOf:
+    coefficients = np.array([coefficients_of(known, one) for one in layers_by_stage])
 
     def costs(iteration: int) -> Costs:
         return costs_by_stage(data.lengths(iteration), coefficients)  # type: ignore[attr-defined]
@@ -99,23 +114,31 @@ class _Iteration(NamedTuple):
 
     sample: list[int]
     by_slice: Costs
+    sizes: Costs | None
+    """[samples, 3]: 1, tokens and squares of each, where they are dealt by coefficients."""
 
 
 class DealtSamples:
     """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
-    A thread of its own computes an iteration while the one before is run.
+    A thread of its own computes an iteration while the one before is run. `known`: coefficients that have followed what
+    was measured; else those of the job file.
     """
 
-    def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement) -> None:
+    def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,
+                 known: LengthCosts | None = None) -> None:
         self._training = training
+        self._data = data
         self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
                      for index in range(count)]
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
         self._schedule = schedule
         self._ahead: tuple[int, Future[_Iteration]] | None = None
         self._now: tuple[int, _Iteration] | None = None
-        self._costs = costs_known(data, training, stage_layers(schedule.grid, placement))
+        self._stages = stage_layers(schedule.grid, placement)
+        self._costs = costs_known(data, training, self._stages)
+        self._known = [(0, known or fitted_costs(data, training))]
+        """Coefficients, and from which iteration on."""
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
@@ -139,6 +162,20 @@ class DealtSamples:
         ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
         taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
         return taken / sum(ticks) if taken > 0 else 1.0
+
+    def sums(self, ops: Sequence[Op], seconds: Sequence[float], iteration: int) -> tuple[float, ...] | None:
+        """What ops of one kind on a slice tell of its coefficients (`schedules.dealing.fit`); None where the data tell
+        costs of their own."""
+        sizes = self._of(iteration).sizes
+        if sizes is None or not all(seconds):
+            return None
+        samples = [self._sample(Microbatch(iteration, op.pipeline, op.microbatch)) for op in ops]  # type: ignore[arg-type]
+        return sums_of(sizes[samples], np.array(seconds))
+
+    def change(self, first: int, known: LengthCosts) -> None:
+        """Deal by other coefficients from an iteration on, which has not begun."""
+        assert self._ahead is None or self._ahead[0] < first
+        self._known.append((first, known))
 
     def _sample(self, name: Microbatch) -> int:
         return self._of(name.iteration).sample[self._first[name.pipeline] + name.index]
@@ -168,19 +205,33 @@ class DealtSamples:
     def _deal(self, iteration: int) -> "_Iteration":
         assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
+        known = next(one for first, one in reversed(self._known) if first <= iteration)
+        of_iteration, sizes = self._costs, None
+        if known is not None:
+            of_iteration = _by_lengths(self._data, known, self._stages)
+            sizes = sizes_of(self._data.lengths(iteration))  # type: ignore[attr-defined]
         try:
-            dealer, costs = self._dealer.result(), self._costs(iteration)
+            dealer, costs = self._dealer.result(), of_iteration(iteration)
             found = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs))
+        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs), sizes)
 
 
-def _of_stage(known: LengthCosts, layers: LayerRange) -> list[list[float]]:
-    """[3, 3]: coefficients of F, I and W. What begins with layer 0 leaves its whole backward to W."""
-    sums = [[sum(one[index] for one in kind[slice(*layers)]) for index in range(3)]
-            for kind in (known.forward, known.backward_input, known.backward_weight)]
-    if layers[0] == 0:
-        forward, inputs, weights = sums
-        return [forward, [0.0] * 3, [one + other for one, other in zip(inputs, weights, strict=True)]]
-    return sums
+def kinds_of(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
+    """What an op is of. What begins with layer 0 leaves its whole backward to W."""
+    if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
+        return OpKind.I, OpKind.W
+    return () if kind is OpKind.I and layers[0] == 0 else (kind,)
+
+
+def of_op(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
+    """The coefficients of an op on some layers."""
+    parts = [one for part in kinds_of(kind, layers) for one in known.of(part)[slice(*layers)]]
+    a, b, c = (sum(one[index] for one in parts) for index in range(3))
+    return a, b, c
+
+
+def coefficients_of(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
+    """[3, 3]: those of F, I and W."""
+    return [of_op(known, kind, layers) for kind in COSTS]

@@ -28,6 +28,8 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     misfit: float | None = None
     """The root of the mean square of (seconds of that / their median - 1): how far costs are from what is measured.
     None where no costs are known."""
+    sums: tuple[float, ...] | None = None
+    """What they tell of coefficients that costs are fitted by (`schedules.dealing.fit`); None where there are none."""
 
 
 class Recorder:
@@ -50,6 +52,8 @@ class Recorder:
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
         self.costs: Callable[[Op, int], float] | None = None
         """How many times as long as usual an op of an iteration takes, by what its sample costs; above 0."""
+        self.sums: Callable[[Sequence[Op], Sequence[float], int], tuple[float, ...] | None] = lambda *_: None
+        """Of ops of one kind on a slice, with the seconds that each took, and their iteration: `OpTime.sums`."""
 
     def begin(self, iteration: int, *, traced: bool) -> None:
         """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
@@ -89,15 +93,19 @@ class Recorder:
 
     def times(self) -> tuple[OpTime, ...]:
         """What each kind of computing takes on each slice; call `window_seconds` before."""
-        found: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        found: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:
             if op.kind in COMPUTE_KINDS:
                 assert op.slice is not None
-                cost = 1.0 if self.costs is None else self.costs(op, self._iteration)
-                found[op.kind, op.slice].append(_between(start, end) / cost)
-        return tuple(OpTime(kind, slice_, len(seconds), statistics.median(seconds),
-                            None if self.costs is None else _misfit(seconds))
-                     for (kind, slice_), seconds in found.items())
+                found[op.kind, op.slice].append((op, _between(start, end)))
+        return tuple(self._time(kind, slice_, *zip(*ops, strict=True)) for (kind, slice_), ops in found.items())
+
+    def _time(self, kind: OpKind, slice_: int, ops: Sequence[Op], seconds: Sequence[float]) -> OpTime:
+        if self.costs is None:
+            return OpTime(kind, slice_, len(ops), statistics.median(seconds))
+        usual = [one / self.costs(op, self._iteration) for op, one in zip(ops, seconds, strict=True)]
+        return OpTime(kind, slice_, len(ops), statistics.median(usual), _misfit(usual),
+                      self.sums(ops, seconds, self._iteration))
 
     def _stamp(self) -> Stamp:
         return _event() if self._on_gpu else perf_counter()

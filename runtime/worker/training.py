@@ -51,7 +51,8 @@ class Training:
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
-        recorder.costs = part.samples.times_longer if part.samples.deals else None
+        if part.samples.deals:
+            recorder.costs, recorder.sums = part.samples.times_longer, part.samples.sums
         exchange = self._exchange(part.schedule, self._stretch(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),

@@ -13,6 +13,10 @@ from slipstream.schedules.dealing.deal import Costs
 Coefficients = tuple[float, float, float]
 """Seconds: of themselves, by a token, by a pair of tokens of a document (its length squared)."""
 
+Rows = npt.NDArray[np.float64]
+SUMS = 10
+"""Of the products of any two of: 1, tokens, squares, each by the seconds that an op took, and 1."""
+
 
 class Fit(NamedTuple):
     """Coefficients, none of which is negative."""
@@ -30,18 +34,80 @@ def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[flo
     """
     measured = np.asarray(seconds, np.float64)
     rows = np.stack((np.ones_like(measured), np.asarray(tokens, np.float64), np.asarray(squares, np.float64)), axis=1)
-    scale = rows.max(axis=0)
-    weighted = rows / scale / measured[:, None]
-    best, least = np.zeros(3), float(len(measured))
+    found, least = _not_negative(rows / measured[:, None], np.ones_like(measured))
+    return Fit(found, math.sqrt(least / len(measured)))
+
+
+def _not_negative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
+    """Coefficients by which rows come next to their targets, and the squares of what is left, added up."""
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    best, least = np.zeros(3), float((targets**2).sum())
     for count in (1, 2, 3):
         for some in map(list, combinations(range(3), count)):
-            found, *_ = np.linalg.lstsq(weighted[:, some], np.ones_like(measured), rcond=None)
-            error = float(((weighted[:, some] @ found - 1) ** 2).sum())
+            found, *_ = np.linalg.lstsq(rows[:, some] / scale[some], targets)
+            error = float(((rows[:, some] / scale[some] @ found - targets) ** 2).sum())
             if (found >= 0).all() and error < least:
                 least, best = error, np.zeros(3)
                 best[some] = found
     a, b, c = (best / scale).tolist()
-    return Fit((a, b, c), math.sqrt(least / len(measured)))
+    return (a, b, c), least
+
+
+def sums_of(sizes: Rows, seconds: Rows) -> tuple[float, ...]:
+    """What ops tell of the coefficients that they have in common, in `SUMS` numbers, which add up over many of them.
+
+    `sizes`: [ops, 3], 1, tokens and squares of each; `seconds`: [ops], above 0.
+    """
+    rows = np.column_stack((sizes / seconds[:, None], np.ones_like(seconds)))
+    return tuple((rows.T @ rows)[np.triu_indices(4)].tolist())
+
+
+class Summed:
+    """Ops that have coefficients in common, as their `sums_of` added up.
+
+    Coefficients are compared with them as if the machine were as fast as makes the error least: it makes no difference
+    how fast it is, and of workers that are not equally fast, each has samples of all sizes.
+    """
+
+    def __init__(self, sums: Rows) -> None:
+        upper = np.zeros((4, 4))
+        upper[np.triu_indices(4)] = sums
+        self._products = upper + np.triu(upper, 1).T
+        self.ops = float(upper[3, 3])
+        self._scale = np.sqrt(np.maximum(upper.diagonal(), np.finfo(float).tiny))
+        values, vectors = np.linalg.eigh(self._products / np.outer(self._scale, self._scale))
+        self._root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T * self._scale
+        """[4, 4]: rows with the same sums, of sizes and of 1, by what ops have taken."""
+
+    def share(self, coefficients: Coefficients) -> float:
+        """Of what ops have taken, on average, by coefficients."""
+        return float(self._products[:3, 3] @ np.array(coefficients)) / self.ops
+
+    def error(self, coefficients: Coefficients) -> float:
+        """The squares of (fitted / taken - 1), added up."""
+        return float(((self._root[:, :3] @ np.array(coefficients) * self._speed(coefficients) - self._root[:, 3]) ** 2
+                      ).sum())
+
+    def fit(self, known: Coefficients, weight: float) -> Coefficients:
+        """As `fit`, where what was `known` counts as much as so many ops: what ops do not tell stays as it was. They
+        are for a machine as fast as known."""
+        speed = self._speed(known)
+        prior = np.diag(self._scale[:3]) * math.sqrt(weight / self.ops)
+        (a, b, c), _ = _not_negative(np.concatenate((self._root[:, :3], prior)),
+                                     np.concatenate((self._root[:, 3], prior @ np.array(known) * speed)))
+        return a / speed, b / speed, c / speed
+
+    def _speed(self, coefficients: Coefficients) -> float:
+        """What coefficients are multiplied by to come next to what ops have taken."""
+        fitted = self._root[:, :3] @ np.array(coefficients)
+        return float(fitted @ self._root[:, 3]) / float(fitted @ fitted)
+
+
+def sizes_of(samples: Sequence[Sequence[int]]) -> Rows:
+    """[samples, 3]: 1, tokens and squares, of samples by the lengths of their documents. All are whole numbers."""
+    sizes: Rows = np.array([(1, sum(one), sum(length * length for length in one)) for one in samples], np.float64)
+    return sizes
 
 
 def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[np.float64]) -> Costs:
@@ -50,10 +116,9 @@ def costs_by_stage(samples: Sequence[Sequence[int]], coefficients: npt.NDArray[n
     `coefficients`: [stages, 3, 3], those of F, I and W; what takes no time costs 1. Sums are exact, and all else is
     done number by number, so that all machines find the same.
     """
-    tokens = np.array([sum(lengths) for lengths in samples], np.float64)[:, None, None]
-    squares = np.array([sum(length * length for length in lengths) for lengths in samples], np.float64)[:, None, None]
+    _, tokens, squares = sizes_of(samples).T[:, :, None, None]
     seconds = coefficients[None, :, :, 0] + coefficients[None, :, :, 1] * tokens + coefficients[None, :, :, 2] * squares
-    found = np.ones_like(seconds)
+    found: Costs = np.ones_like(seconds)
     for stage, kind in np.ndindex(seconds.shape[1:]):
         own = seconds[:, stage, kind]
         mean = math.fsum(own.tolist()) / len(own)

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.schedules.codec import MAX_OPS, validate
+from slipstream.schedules.codec import MAX_OPS, require_few_ops, validate
 from slipstream.schedules.schedule import Program, ProgramOp, Schedule, Seat
 from slipstream.schedules.tables.file import Basis, Entry, EntryCosts, TableError
 
 
 def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> Entry:
-    """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it."""
+    """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it.
+
+    Raises TableError for a schedule that is too large to be read again.
+    """
+    try:
+        require_few_ops(schedule)
+    except ValueError as error:
+        raise TableError(f"entry {key}: too large for a table: {error}") from None
     texts = [_stored_text(program) for program in schedule.programs]
     seats = []
     for seat in schedule.seats:

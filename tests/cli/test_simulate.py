@@ -2,18 +2,16 @@
 
 import json
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import simulate
 from slipstream.cli.app import app
 from slipstream.cli.drawing.simulation_report import COLOURS, colour
+from slipstream.cli.fleet import settled
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
@@ -45,7 +43,7 @@ def slipstream(*arguments):
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """The folder that it lies in is the present one; the plans for it are searched for a moment only."""
-    monkeypatch.setattr(simulate, "Throughputs", partial(Throughputs, settle_seconds=0.1))
+    monkeypatch.setattr(settled, "SETTLE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace.txt").write_text(TRACE)
     path = tmp_path / "job.toml"
@@ -59,7 +57,8 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert "slipstream trains" in result.stdout and "x oobleck" in result.stdout
     assert "drawn at random: the file says how many" in result.stderr.replace("\n", " ")
     text = (tmp_path / "job-simulation.html").read_text()
-    assert text.startswith("<!doctype html>") and "Lost time by cause" in text
+    assert text.startswith("<!doctype html>") and "Hours lost, by cause" in text
+    assert "slipstream trains most: " in text and ", the last." in text
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
 
@@ -74,6 +73,22 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
     colours = {name: colour(name) for name in POLICIES}
     assert len(set(colours.values())) == len(POLICIES)
     assert colours["newcomer"] in Path("job-simulation.html").read_text()
+
+
+def test_dead_workers_cost_what_plan_says_for_them(job):
+    """Where every worker keeps its layers: the same question, the same figure."""
+    for dead in (["0.1"], ["0.1", "2.0"]):
+        failed = [part for name in dead for part in ("--failed", name)]
+        answer = json.loads(slipstream("simulate", job, *failed, "--json").stdout)
+        assert answer["trace"]["removals"] == len(dead) and answer["trace"]["seconds"] == 86400
+        made = answer["policies"]
+        plan = json.loads(slipstream("plan", job, *failed, "--method", "greedy", "--json").stdout)
+        assert made["slipstream-fixed"] == pytest.approx(18 / plan["period"], rel=2e-3)
+        assert made["recycle"] <= made["slipstream-fixed"] <= made["slipstream"]
+    said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--seeds", 2)
+    assert "all 2 runs over 0.1 dead would be equal" in said.stderr and "1 trace" in said.stdout
+    said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--days", 2)
+    assert "0.1 dead: 48 h, 1 worker lost" in said.stdout and "0.01 s where layers move" in said.stderr
 
 
 def test_slow_workers_of_the_job_are_told_to_be_left_out(job):
@@ -216,10 +231,13 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--preset", "magic"], "--preset magic: expected one of llama-3, llama-3-domains, meta-rsc"),
     (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
     (["--table", "none"], "--table: none"),
-    (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),
-    (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself when workers fail"),
-    (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: only where failures are drawn"),
-    (["--trace", "trace.txt", "--days", 5], "--days: only where failures are drawn"),
+    (["--trace", "trace.txt", "--fail-slow"], "--fail-slow: not with --trace; a trace says itself who fails"),
+    (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself who fails or is slow when"),
+    (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: not with --trace"),
+    (["--trace", "trace.txt", "--days", 5], "--days: not with --trace"),
+    (["--trace", "trace.txt", "--failed", "0.1"], "--failed: not with --trace"),
+    (["--failed", "0.1", "--mtbf", 5], "--mtbf: only where failures are drawn, not with --failed"),
+    (["--failed", "3.0"], "--failed 3.0: no such worker; the job has 3 pipelines and 2 stages"),
     (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])
@@ -263,7 +281,7 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
     browse(browser, page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels.shape == (1900, 1050, 3)
-    for name in ("slipstream", "oobleck", "bamboo"):  # each line is drawn
+    for name in ("slipstream", "oobleck", "checkpoint-restart"):  # in legends, or drawn
         wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
     filled = (pixels.min(axis=2) < 200).mean()
@@ -275,9 +293,13 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
 def test_lines_can_be_switched_off(browser, job, tmp_path):
     assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
     page = tmp_path / "job-simulation.html"
-    click = "<script>document.querySelector('input[value=oobleck]').click()</script></body>"
-    page.write_text(page.read_text().replace("</body>", click))
+    text = page.read_text()
+    first = [part.split(">")[0] for part in text.split("<polyline ")[1:]]
+    before = {line.split('data-name="')[1].split('"')[0] for line in first if "display: none" not in line}
+    assert "slipstream" in before and 3 <= len(before) <= 4  # and the live workers
+    click = "".join(f"document.querySelector('input[value={name}]').click();" for name in ("slipstream", "bamboo"))
+    page.write_text(text.replace("</body>", f"<script>{click}</script></body>"))
     shown = browse(browser, page, "--dump-dom")
     lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
-    hidden = [line for line in lines if "display: none" in line]
-    assert len(lines) == len(POLICIES) + 1 and len(hidden) == 1 and 'data-name="oobleck"' in hidden[0]
+    after = {line.split('data-name="')[1].split('"')[0] for line in lines if "display: none" not in line}
+    assert len(lines) == len(POLICIES) + 1 and after == (before ^ {"slipstream", "bamboo"})

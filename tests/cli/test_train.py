@@ -325,6 +325,13 @@ def test_what_cannot_be_trained_is_refused_before_it_is_planned(change, argument
     assert refused.exit_code == 2 and says in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
 
 
+def test_a_schedule_that_is_too_large_for_a_file_is_refused_before_the_folder_is_made(job, tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.schedules.codec.MAX_OPS", 10)
+    refused = train(job, "--out", tmp_path / "run")
+    assert refused.exit_code == 2 and refused.stderr.splitlines()[-1].endswith("ops; expected at most 10")
+    assert not (tmp_path / "run" / "schedule.json").exists()
+
+
 def test_a_schedule_of_another_job_is_refused(job, tmp_path):
     file = tmp_path / "schedule.json"
     codec.write(schedule_for(grid(3, 2, 2)), file)

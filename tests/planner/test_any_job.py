@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact
-from slipstream.planner.layout.bounds import period_bound
-from slipstream.planner.model.from_job import layout_problem
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.from_job import layered_problem
+from slipstream.planner.model.problem import NoPlanError, Question
+from slipstream.planner.model.work_bounds import period_bound
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only, plan_with
@@ -100,7 +100,7 @@ def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, 
         ("forward", "backward_input", "backward_weight"), zip(*layers, strict=True), strict=True))
     job = grid(1, 2, count, times=f"{times}\ntransfer = {transfer}\noptimizer = {steps}")
     options = PlanOptions(layers="move", backward="fused", steps=STEPS)
-    given_problem = layout_problem(job, (), backward="fused", layers="move")
+    given_problem = layered_problem(job, (), Question(layers="move"), backward="fused")
     made = plan_only(options, job, ()).schedule
     optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
                                            workers=2, microbatches=count, transfer=transfer)
@@ -132,7 +132,6 @@ def test_a_wider_question_is_not_answered_worse(name):
         made["in place"].period_ticks) <= made["whole"].seconds(made["whole"].period_ticks)
 
 
-@pytest.mark.xfail(strict=True, reason="CP-SAT improves the plan in place only where it is the last one improved")
 def test_layers_that_may_move_leave_the_plan_in_place_as_good():
     job = grid(2, 2, 1, times="forward = 1\nbackward_input = 0.3\nbackward_weight = 0.3\nall_reduce = [0, 1]\n"
                "transfer = 0.1\nslow = {'0.1' = 0.5, '1.0' = 1.34}")

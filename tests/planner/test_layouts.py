@@ -7,11 +7,11 @@ import pytest
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates, finer_slices
-from slipstream.planner.layout.types import Layout, MicroBatch, Stop
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
+from slipstream.planner.model.layout import Layout, MicroBatch, Stop
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only, plan_with
 from slipstream.planner.search.engine import solve
@@ -47,7 +47,7 @@ def recut(job, broken: int, dead: int) -> Layout:
 def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     job = layered(4, 4, 8, times=f"all_reduce = {all_reduce}")
     failed = [Worker(1, 2)]
-    problem = problem_of_layout(job, failed, recut(job, 1, 2), optimizer=optimizer)
+    problem = with_layout(layered_problem(job, failed, optimizer=optimizer), recut(job, 1, 2))
     assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
     schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
@@ -58,14 +58,15 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
 def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     """A worker with layers of two stages goes on with those of the later one when the earlier ones are reduced."""
     job, failed = layered(2, 4, 8), [Worker(1, 2)]
-    problem = problem_of_layout(job, failed, finer_slices(layout_problem(job, failed), recut(job, 1, 2), 1))
+    given = layered_problem(job, failed)
+    problem = with_layout(given, finer_slices(given, recut(job, 1, 2), 1))
     assert problem.interleaved
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
     schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
     assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
-    costly = problem_of_layout(layered(2, 4, 8, times="all_reduce = 1"), failed, recut(job, 1, 2))
+    costly = with_layout(layered_problem(layered(2, 4, 8, times="all_reduce = 1"), failed), recut(job, 1, 2))
     assert not costly.interleaved, "what takes time is left to the end"
 
 
@@ -79,7 +80,7 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
     layout = msgspec.structs.replace(layout, holds=holds,
                                      routes={batch: whole if batch.pipeline == 1 else route
                                              for batch, route in layout.routes.items()})
-    problem = problem_of_layout(job, failed, layout)
+    problem = with_layout(layered_problem(job, failed), layout)
     assert problem.interleaved
     solved = solve(problem, "greedy", Budget.of_steps(0))
     assert check(build_schedule(problem, solved.pieces, method="greedy")) == []
@@ -117,19 +118,18 @@ def test_slices_even_out_what_whole_micro_batches_cannot():
 
 def test_less_room_for_activations_beside_more_weights():
     job = layered(2, 4, 4, more="[memory]\ncapacity = 8\nactivation = 1\nweights = 4\n")
-    problem = problem_of_layout(job, [Worker(1, 2)], recut(job, 1, 2))
+    problem = with_layout(layered_problem(job, [Worker(1, 2)]), recut(job, 1, 2))
     assert problem.memory is not None
     rooms = {worker: problem.room(worker) * problem.memory.unit for worker in problem.live}
     assert rooms[Worker(0, 1)] == pytest.approx(8.0) and rooms[Worker(1, 1)] == pytest.approx(8 - 4 * 2 / 4 + 0, abs=1)
 
 
-def test_a_layout_problem_has_the_ticks_of_the_problem():
+def test_slices_cost_what_their_layers_do():
     job = layered(2, 4, 4)
-    given = layout_problem(job, [Worker(1, 2)])
-    problem = problem_of_layout(job, [Worker(1, 2)], recut(job, 1, 2))
-    assert sum(given.forward) == sum(problem.times.forward[:4])
-    assert given.transfer == problem.times.transfer
-    assert problem.cost(OpKind.F, 4, Worker(1, 0)) == sum(given.forward[slice(*problem.layers_of[4])])
+    given = layered_problem(job, [Worker(1, 2)])
+    problem = with_layout(given, recut(job, 1, 2))
+    assert sum(given.costs.forward) == sum(problem.times.forward[:4])
+    assert problem.cost(OpKind.F, 4, Worker(1, 0)) == sum(given.costs.forward[slice(*problem.layers_of[4])])
 
 
 def test_a_bound_with_slices_counts_parts_of_ticks():

@@ -2,6 +2,8 @@
 
 import pytest
 
+from slipstream.runtime.coordinator import event_loop
+from slipstream.runtime.coordinator.background import in_thread
 from slipstream.runtime.processes.fork_server import ForkServer
 from tests.runtime.forked import own_fork_server
 
@@ -18,3 +20,9 @@ def other_fork_server():
     """That of another node."""
     with own_fork_server() as fork_server:
         yield fork_server
+
+
+@pytest.fixture
+def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs plan in threads, so that a scheduler can note what it is asked."""
+    monkeypatch.setattr(event_loop, "apart", in_thread)

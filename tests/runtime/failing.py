@@ -46,7 +46,7 @@ def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode
 
 
 class Planning(FailurePlanner):
-    """Plans settled schedules in the run's own process, so that it takes no longer than it must."""
+    """Plans settled schedules by the first way, so that it takes no longer than it must."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, schedule_for(job))

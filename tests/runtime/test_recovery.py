@@ -109,6 +109,7 @@ def test_one_that_comes_back_dies_again(place, fork_server, tmp_path):
     assert dead(result) == ["0.0", "0.0"]
 
 
+@pytest.mark.usefixtures("plans_here")
 def test_roles_move_after_failures_and_back(fork_server, tmp_path):
     """Two of three workers of a stage die, and one of the other stage takes over there, with its layers."""
     options = PlanOptions(method="greedy", time_limit=1)
@@ -142,6 +143,7 @@ def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_th
     assert dead(result) == ["0.0", "1.0", "2.0"] and result.recoveries[-1].live == 3
 
 
+@pytest.mark.usefixtures("plans_here")
 def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tmp_path):
     """Planning blocks nothing: neither news of processes nor heartbeats, for the lack of which nobody is given up.
 

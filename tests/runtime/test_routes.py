@@ -10,7 +10,8 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.problem import Question
 from slipstream.planner.options import Layers
 from slipstream.planner.search.engine import solve
 from slipstream.runtime.config import RunConfig, parse_run_config
@@ -38,8 +39,9 @@ def eight_layers(iterations: int = 6, **training: object) -> RunConfig:
 def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: BackwardMode = "split",
             optimizer: OptimizerMode = "staggered") -> Iterator[Schedule]:
     """A schedule for each way to answer these failures."""
-    for layout in candidates(layout_problem(job, failed, backward=backward, layers=layers)):
-        problem = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer)
+    given = layered_problem(job, failed, Question(layers=layers), backward=backward, optimizer=optimizer)
+    for layout in candidates(given):
+        problem = with_layout(given, layout)
         solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + SECONDS))
         yield build_schedule(problem, solved.pieces, method="greedy", deadlines=solved.deadlines)
 
@@ -106,6 +108,7 @@ def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plans_here")
 @pytest.mark.parametrize("kills", [
     [("1.2", 1, 3), ("0.0", 3, "A")], [("0.1", 1, "O"), ("1.3", 3, "stepped")],
     [("1.0", 1, "reported"), ("0.3", 3, 9)]])

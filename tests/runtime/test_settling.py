@@ -54,6 +54,7 @@ def test_it_does_not_settle_where_the_next_failure_comes_sooner(fork_server, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["1.1", "0.1"])
+@pytest.mark.usefixtures("plans_here")
 def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
     """Once it has been asked for layers, or is fetching some; nobody waits for what has become of no use."""
     kills = [at("1.2", 2), *(at(worker, iteration, place) for iteration in range(3, CONFIG.training.iterations)

@@ -159,6 +159,7 @@ def test_one_that_is_left_out_comes_back_once_it_has_measured_itself(speeds, for
     assert back.iteration > events[0].iteration
 
 
+@pytest.mark.usefixtures("plans_here")
 def test_a_death_meanwhile_is_planned_for_with_the_speeds_that_are_known(speeds, fork_server_of_idlers, tmp_path):
     asked, killed, begins = [], [], after(USUAL, lambda: speeds.update({SLOW: 2.2}))
 

@@ -1,8 +1,16 @@
-"""The published figures, reproduced: one module for each, by name in `FIGURES`."""
+"""Figures of documents, most of them published ones again: one module for each, by name in `FIGURES`."""
 
 from collections.abc import Callable, Mapping
 
-from slipstream.cli.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
+from slipstream.cli.fleet.figures import (
+    ablation,
+    failure_cost,
+    failures,
+    replicas,
+    scaling,
+    trace_average,
+    worked_example,
+)
 from slipstream.cli.fleet.figures.figure import Figure
 from slipstream.planner.budget import CountCallback
 
@@ -15,4 +23,5 @@ FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "ablation": ablation.reproduce,
     "scaling": scaling.reproduce,
     "replicas": replicas.reproduce,
+    "failure-cost": failure_cost.reproduce,
 }

@@ -27,9 +27,11 @@ class Bamboo(Policy):
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
         """The machine of each pipeline and stage. None: its predecessor covers the stage."""
+        self._of: dict[int, list[int | None]] = {}
+        """The pipeline of each machine that is in one."""
         self._spares: list[int] = []
-        self._formed_covered = 0
-        """Stages that were covered when pipelines were last formed."""
+        self._covered = self._formed_covered = 0
+        """Stages that a predecessor covers, now and when pipelines were last formed."""
 
     @property
     def fault_free_rate(self) -> float:
@@ -74,27 +76,22 @@ class Bamboo(Policy):
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
         """Take dead machines out of the pipelines: (whether any was in one, whether a stage cannot be covered)."""
-        died = stage_lost = False
-        for machines in self._pipelines:
-            if gone.isdisjoint(machines):
-                continue
-            died = True
-            machines[:] = [None if machine in gone else machine for machine in machines]
-            # Of two dead neighbours, the first cannot cover the second, or covered it when it died.
-            stage_lost |= any(machines[index] is None and machines[index - 1] is None
-                              for index in range(len(machines)))
-        return died, stage_lost
-
-    def _covered(self) -> int:
-        """Stages that a predecessor covers."""
-        return sum([machines.count(None) for machines in self._pipelines])
+        died = gone & self._of.keys()
+        touched = [(self._of.pop(machine), machine) for machine in died]
+        for machines, machine in touched:
+            machines[machines.index(machine)] = None
+        self._covered += len(died)
+        # Of two dead neighbours, the first cannot cover the second, or covered it when it died.
+        stage_lost = any(machines[index] is None and machines[index - 1] is None
+                         for machines, _ in touched for index in range(len(machines)))
+        return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
         """Whether spares make one more pipeline, or take covered stages, or too many more are covered.
 
         They take covered stages where the time for that is made up for before the next failure, on average.
         """
-        covered, workers = self._covered(), len(self._pipelines) * self.scenario.stages
+        covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = len(self._pipelines) < self.scenario.pipelines and len(self._spares) >= self.scenario.stages
         dead = covered - self._formed_covered
         filled = min(covered, len(self._spares))
@@ -108,7 +105,7 @@ class Bamboo(Policy):
         most_covered = stages // 2
         count = min(self.scenario.pipelines, len(live) // (stages - most_covered))
         if not count:
-            self._pipelines, self._spares, self._formed_covered = [], live, 0
+            self._pipelines, self._spares, self._of, self._covered, self._formed_covered = [], live, {}, 0, 0
             return
         used = min(len(live), count * stages)
         missing = count * stages - used
@@ -119,8 +116,9 @@ class Bamboo(Policy):
             # The predecessor of the first stage is the last one: covered stages are 1, 3, 5 and so on.
             gaps = range(1, 2 * covered, 2)
             self._pipelines.append([None if stage in gaps else next(machines) for stage in range(stages)])
-        self._formed_covered = self._covered()
+        self._of = {machine: machines for machines in self._pipelines for machine in machines if machine is not None}
+        self._covered = self._formed_covered = missing
 
     def _current_rate(self) -> float:
         """Samples per second of the machines in pipelines."""
-        return self._rate_of(len(self._pipelines) * self.scenario.stages - self._covered())
+        return self._rate_of(len(self._pipelines) * self.scenario.stages - self._covered)

@@ -13,7 +13,6 @@ not simulated.
 """
 
 from slipstream.cli.fleet.loads import DownByStage
-from slipstream.cli.fleet.policies.oobleck_templates import layers_of
 from slipstream.cli.fleet.policies.rerouting import Rerouting
 from slipstream.cli.fleet.policies.uneven_pipelines import cut_by_speed
 from slipstream.cli.fleet.policy import Phase, Scenario
@@ -32,10 +31,8 @@ class ElasWave(Rerouting):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
-        clock = self.throughputs.job.time
+        self._layers = self.throughputs.loads.layers
         self._whole = cut_by_speed(self._layers, (1.0,) * scenario.stages)
-        self._step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
@@ -46,7 +43,7 @@ class ElasWave(Rerouting):
         return self.throughputs.kept((self.name, down, migrated), lambda: self._found_rate(down, migrated=migrated))
 
     def _found_rate(self, down: DownByStage, *, migrated: bool) -> float:
-        pipelines, step, whole = self.scenario.pipelines, self._step, self._whole.seconds(self._microbatches)
+        pipelines, whole = self.scenario.pipelines, self._whole.seconds(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
         if migrated:
@@ -54,7 +51,7 @@ class ElasWave(Rerouting):
             seconds = cut_by_speed(self._layers, factors).seconds(self._microbatches)
         else:  # every micro-batch waits for the stage with the fewest replicas
             seconds = whole * pipelines / (pipelines - max(down))
-        return self.throughputs.one_f_one_b(pipelines) * (whole + step) / (seconds + step)
+        return self.throughputs.relative(whole, seconds)
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """With the old cut of the layers until the new one has migrated."""

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of
-from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
+from slipstream.cli.fleet.policies.uneven_pipelines import Groups, all_layers_held, cut_by_speed
 from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
@@ -40,22 +40,14 @@ class Malleus(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._pipelines: list[list[int]] = [[] for _ in range(scenario.pipelines)]
-        """The machines of each pipeline."""
-        self._pipeline_of: dict[int, list[int]] = {}
-        """That of each machine."""
-        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
+        self._pipelines = Groups([] for _ in range(scenario.pipelines))
+        self._layers = self.throughputs.loads.layers
         self._seconds = self._iteration(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
         """The largest power of two; all where none is missing."""
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
-
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on the job's own grid."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     def steady_rate(self, failures: int) -> float:
         """With failures spread over pipelines."""
@@ -71,30 +63,24 @@ class Malleus(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Cut pipelines and divide the batch anew."""
         gone = set(change.removed)
-        lost = not all_layers_held(self._pipelines, gone)
-        for machine in gone:
-            self._pipeline_of.pop(machine).remove(machine)
+        lost = not all_layers_held(self._pipelines.all, gone)
+        self._pipelines.remove(gone)
         self._fill(change.added)
-        if self.needs_checkpoint(remaining) or lost:
-            return self.restart(self._current_rate(), remaining)
-        return self.resume_training(self._current_rate(), self.switch, self.load,
-                                    lost_samples=self.lost_samples(remaining, worker_died=bool(gone)))
+        return self.go_on(self._current_rate(), remaining, self.switch, self.load, worker_died=bool(gone),
+                          state_lost=lost)
 
     def _fill(self, machines: Sequence[int]) -> None:
         """Put machines into the shortest pipelines, and move some where lengths differ by more than one."""
+        groups, pipelines = self._pipelines, self._pipelines.all
         for machine in machines:
-            self._put(machine, min(self._pipelines, key=len))
-        while len(longest := max(self._pipelines, key=len)) > len(shortest := min(self._pipelines, key=len)) + 1:
-            self._put(longest.pop(), shortest)
-
-    def _put(self, machine: int, pipeline: list[int]) -> None:
-        pipeline.append(machine)
-        self._pipeline_of[machine] = pipeline
+            groups.put(machine, min(pipelines, key=len))
+        while len(longest := max(pipelines, key=len)) > len(shortest := min(pipelines, key=len)) + 1:
+            groups.put(longest.pop(), shortest)
 
     def _current_rate(self) -> float:
-        lengths = Counter(map(len, self._pipelines))
+        lengths = Counter(map(len, self._pipelines.all))
         slow: Counter[tuple[float, ...]] = Counter()
-        for nodes in {id(nodes := self._pipeline_of[machine]): nodes for machine in self.slow}.values():
+        for nodes in self._pipelines.holding(self.slow):
             slow[tuple(sorted(self.slow.get(machine, 1.0) for machine in nodes))] += 1
             lengths[len(nodes)] -= 1
         pipelines = Counter({(1.0,) * length: count for length, count in lengths.items() if length and count}) + slow
@@ -105,9 +91,7 @@ class Malleus(Policy):
         """Samples per second of so many pipelines whose machines have these factors, ascending."""
         if not pipelines:
             return 0.0
-        clock = self.throughputs.job.time
-        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
-        return self.fault_free_rate * (self._seconds + step) / (self._iteration(pipelines) + step)
+        return self.throughputs.relative(self._seconds, self._iteration(pipelines))
 
     def _iteration(self, pipelines: Pipelines) -> float:
         """Seconds of an iteration on pipelines that are each cut by speed (`fastest_split`)."""

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds, layers_of
-from slipstream.cli.fleet.policies.uneven_pipelines import all_layers_held
+from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds
+from slipstream.cli.fleet.policies.uneven_pipelines import Groups, all_layers_held
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -23,16 +23,10 @@ class Oobleck(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._pipelines: list[list[int]] = []
-        """The machines of each pipeline."""
+        self._pipelines = Groups()
         self._idle: list[int] = []
         self._min_nodes = -(-scenario.stages // 2)
         """Fewest nodes of a pipeline."""
-
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on the job's own grid."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     def steady_rate(self, failures: int) -> float:
         """The better of failures spread over pipelines and failures that take whole pipelines away."""
@@ -46,55 +40,57 @@ class Oobleck(Policy):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many pipelines of the job's length as there are machines for; what is left over joins them."""
         self._idle = sorted(live)
-        self._pipelines = []
+        self._pipelines = Groups()
         self._instantiate()
-        return self.resume_training(self.rate([len(nodes) for nodes in self._pipelines]))
+        return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
-        gone = set(change.removed)
-        died = bool(gone) and not all(gone.isdisjoint(nodes) for nodes in self._pipelines)
+        gone, pipelines = set(change.removed), self._pipelines
+        died = not gone.isdisjoint(pipelines.of)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
         if not died and remaining[0].cause is not Cause.WAIT:
             return remaining
-        layers_lost = not all_layers_held(self._pipelines, gone)
-        self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
+        layers_lost = not all_layers_held(pipelines.all, gone)
+        pipelines.remove(gone)
         self._instantiate()
-        rate = self.rate([len(nodes) for nodes in self._pipelines])
-        if self.needs_checkpoint(remaining) or layers_lost:
-            return self.restart(rate, remaining)
-        return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
-                                    lost_samples=self.lost_samples(remaining, worker_died=died))
+        return self.go_on(self._current_rate(), remaining, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+                          worker_died=died, state_lost=layers_lost)
 
     def _instantiate(self) -> None:
         """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""
         idle, self._idle = self._idle, []
-        self._pipelines = [nodes for nodes in self._pipelines if nodes]
-        for nodes in sorted(self._pipelines, key=len):
+        groups, pipelines = self._pipelines, self._pipelines.all
+        for nodes in [nodes for nodes in pipelines if not nodes]:
+            groups.drop(nodes)
+        for nodes in sorted(pipelines, key=len):
             while idle and len(nodes) < self.scenario.stages:
-                nodes.append(idle.pop())
-        while len(idle) >= self._min_nodes and len(self._pipelines) < self.scenario.pipelines:
-            self._pipelines.append(idle[:self.scenario.stages])
+                groups.put(idle.pop(), nodes)
+        while len(idle) >= self._min_nodes and len(pipelines) < self.scenario.pipelines:
+            groups.add(idle[:self.scenario.stages])
             del idle[:self.scenario.stages]
         self._fix_short_pipelines()
-        if not self._pipelines:
+        if not pipelines:
             self._idle = idle
             return
         for machine in idle:
-            min(self._pipelines, key=len).append(machine)
+            groups.put(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
         """Pipelines with too few nodes take some from the largest; where it has none to spare, they end."""
-        for nodes in sorted(self._pipelines, key=len):
-            while len(nodes) < self._min_nodes and len(largest := max(self._pipelines, key=len)) > self._min_nodes:
-                nodes.append(largest.pop())
+        groups, pipelines = self._pipelines, self._pipelines.all
+        for nodes in sorted([nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len):
+            while len(nodes) < self._min_nodes and len(largest := max(pipelines, key=len)) > self._min_nodes:
+                groups.put(largest.pop(), nodes)
             if len(nodes) < self._min_nodes:
-                self._pipelines.remove(nodes)
-                for machine in nodes:
-                    if self._pipelines:
-                        min(self._pipelines, key=len).append(machine)
+                for machine in groups.drop(nodes):
+                    if pipelines:
+                        groups.put(machine, min(pipelines, key=len))
                     else:
                         self._idle.append(machine)
+
+    def _current_rate(self) -> float:
+        return self.rate(list(map(len, self._pipelines.all)))
 
     def rate(self, sizes: Sequence[int]) -> float:
         """Samples per second of pipelines with so many nodes."""
@@ -105,13 +101,10 @@ class Oobleck(Policy):
         counts = Counter(lengths)
         if not counts:
             return 0.0
-        job = self.throughputs.job
-        layers, microbatches = layers_of(job), sum(job.microbatches)
-        fault_free = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
-        clock = job.time
-        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        layers, microbatches = self.throughputs.loads.layers, sum(self.throughputs.job.microbatches)
+        whole = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
         now = iteration_seconds(layers, tuple(sorted(counts.items())), microbatches)
-        return self.fault_free_rate * (fault_free + step) / (now + step)
+        return self.throughputs.relative(whole, now)
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:

@@ -8,12 +8,6 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from slipstream.cli.fleet.settled import LAYERS_PER_STAGE
-from slipstream.planner.job.file import Job
-
-MAX_LAYERS = 128
-"""A model of more layers is cut into larger pieces."""
-
 
 class Template(NamedTuple):
     """A pipeline of some number of nodes: n micro-batches take `fill` + n x `step` seconds."""
@@ -26,17 +20,6 @@ class Template(NamedTuple):
     def seconds(self, microbatches: int) -> float:
         """Time of an iteration, without all-reduce and optimizer."""
         return self.fill + microbatches * self.step if microbatches else 0.0
-
-
-def layers_of(job: Job) -> tuple[float, ...]:
-    """Seconds of each layer, forward and backward: equal parts of its stage."""
-    depth = job.depth
-    counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
-    if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
-        counts = [max(1, count) for count in job.layers[:depth]]
-    totals = (sum(times) for times in zip(job.time.forward[:depth], job.time.backward_input[:depth],
-                                          job.time.backward_weight[:depth], strict=True))
-    return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
 
 
 @lru_cache(maxsize=1024)

@@ -19,16 +19,12 @@ class Restart(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._used: list[int] = []
-        self._idle: list[int] = []
+        self._used: dict[int, None] = {}
+        """Machines that train, in the order in which they came to do so."""
+        self._idle: dict[int, None] = {}
         self._grow_at: float | None = None
         """When the job restarts on more pipelines, if it is going to."""
         self._rate = 0.0
-
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on all pipelines."""
-        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
     def steady_rate(self, failures: int) -> float:
         """On whole pipelines."""
@@ -36,7 +32,7 @@ class Restart(Policy):
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many whole pipelines as there are machines for."""
-        self._idle = sorted(live)
+        self._idle = dict.fromkeys(sorted(live))
         self._fill_pipelines()
         self._rate = self._current_rate()
         return self.resume_training(self._rate)
@@ -44,12 +40,14 @@ class Restart(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Restart where a machine in use died; otherwise plan when newcomers join."""
         self._grow_if_due(change.seconds)
-        gone = set(change.removed)
-        died = not gone.isdisjoint(self._used)
-        self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
+        used = len(self._used)
+        self._idle |= dict.fromkeys(change.added)
+        for machine in change.removed:
+            self._idle.pop(machine, None)
+            self._used.pop(machine, None)
+        died = len(self._used) < used
         if died or remaining[0].cause is Cause.WAIT:
             self._grow_at = None
-            self._used = [machine for machine in self._used if machine not in gone]
             self._fill_pipelines()
             self._rate = self._current_rate()
             return self.restart(self._rate, remaining)
@@ -86,8 +84,12 @@ class Restart(Policy):
 
     def _fill_pipelines(self) -> None:
         """Use as many machines as make whole pipelines."""
-        machines, count = [*self._used, *self._idle], self._usable_machines()
-        self._used, self._idle = machines[:count], machines[count:]
+        count = self._usable_machines()
+        surplus = [self._used.popitem()[0] for _ in range(len(self._used) - count)]
+        self._idle = dict.fromkeys(reversed(surplus)) | self._idle
+        for machine in list(self._idle)[:count - len(self._used)]:
+            del self._idle[machine]
+            self._used[machine] = None
 
     def _current_rate(self) -> float:
         return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)

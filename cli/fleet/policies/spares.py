@@ -1,7 +1,8 @@
 """Hot spares: a share of the machines idles, ready to replace the next that dies."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
@@ -23,8 +24,10 @@ class Spares(Policy):
         super().__init__(scenario)
         reserve = max(1, math.ceil(self.spare_share * scenario.workers / scenario.stages))
         self._max_pipelines = max(1, scenario.pipelines - reserve)
-        self._used: list[int | None] = []
-        """The machine of each pipeline and stage, pipeline by pipeline. None: it is dead."""
+        self._used: list[int] = []
+        """The machine of each pipeline and stage, pipeline by pipeline."""
+        self._place: dict[int, int] = {}
+        """The index of each of them there."""
         self._idle: set[int] = set()
 
     @property
@@ -49,45 +52,50 @@ class Spares(Policy):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Fill the pipelines."""
         self._idle = set(live)
-        self._fill_pipelines()
+        self._fill_pipelines([])
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Replace dead machines by spares."""
-        gone, rate_before = set(change.removed), self._current_rate()
-        died = not gone.isdisjoint(self._used)
-        self._idle.update(change.added)
-        self._idle -= gone
-        lost = died and self._remove_dead(gone)
-        self._fill_pipelines()
-        rate = self._current_rate()
+        rate_before = self._current_rate()
+        self._idle |= set(change.added)
+        self._idle -= set(change.removed)
+        vacant = sorted(place for machine in change.removed if (place := self._place.pop(machine, None)) is not None)
+        pipelines = len(self._used) // self.scenario.stages
+        lost = pipelines in Counter(place % self.scenario.stages for place in vacant).values()
+        self._fill_pipelines(vacant)
+        rate, died = self._current_rate(), bool(vacant)
         if not died and rate == rate_before:
             return remaining
-        if self.needs_checkpoint(remaining) or lost:
-            return self.restart(rate, remaining)
-        return self.resume_training(rate, Phase(Cause.SWITCH, self._seconds_to_replace),
-                                    self.load,
-                                    lost_samples=self.lost_samples(remaining, worker_died=died))
+        return self.go_on(rate, remaining, Phase(Cause.SWITCH, self._seconds_to_replace), self.load, worker_died=died,
+                          state_lost=lost)
 
-    def _remove_dead(self, gone: Collection[int]) -> bool:
-        """Take dead machines out of the pipelines: whether some stage has no machine any more."""
-        self._used = [None if machine in gone else machine for machine in self._used]
-        stages, pipelines = self.scenario.stages, len(self._used) // self.scenario.stages
-        return any(self._used[stage::stages].count(None) == pipelines for stage in range(stages))
+    def _fill_pipelines(self, vacant: Sequence[int]) -> None:
+        """As many whole pipelines as there are machines for, up to `_max_pipelines`; those with fewest dead stay.
 
-    def _fill_pipelines(self) -> None:
-        """As many whole pipelines as there are machines for, up to `_max_pipelines`; those with fewest dead stay."""
-        stages, dead = self.scenario.stages, self._used.count(None)
-        count = min(self._max_pipelines, (len(self._idle) + len(self._used) - dead) // stages)
-        if not dead and count * stages == len(self._used):
-            return
-        idle = sorted(self._idle)
-        pipelines = [self._used[first:first + stages] for first in range(0, len(self._used), stages)]
-        pipelines.sort(key=lambda pipeline: pipeline.count(None))
-        idle += [machine for pipeline in pipelines[count:] for machine in pipeline if machine is not None]
-        pipelines = pipelines[:count] + [[None] * stages for _ in range(count - len(pipelines))]
-        self._used = [idle.pop(0) if machine is None else machine for pipeline in pipelines for machine in pipeline]
-        self._idle = set(idle)
+        `vacant`: the places whose machines have died.
+        """
+        stages = self.scenario.stages
+        count = min(self._max_pipelines, (len(self._idle) + len(self._used) - len(vacant)) // stages)
+        if count * stages != len(self._used):
+            vacant = self._change_pipelines(count, vacant)
+        for place, machine in zip(vacant, sorted(self._idle), strict=False):
+            self._used[place] = machine
+            self._place[machine] = place
+            self._idle.remove(machine)
+
+    def _change_pipelines(self, count: int, vacant: Sequence[int]) -> Sequence[int]:
+        """Keep so many pipelines, those with fewest dead, or add some: the places that are vacant then."""
+        stages = self.scenario.stages
+        dead = Counter(place // stages for place in vacant)
+        kept = sorted(range(len(self._used) // stages), key=lambda pipeline: dead[pipeline])[:count]
+        places = [pipeline * stages + stage for pipeline in kept for stage in range(stages)]
+        places += [-1] * (count * stages - len(places))
+        used, gone = self._used, {*vacant, -1}
+        self._used = [-1 if place in gone else used[place] for place in places]
+        self._idle |= self._place.keys() - set(self._used)
+        self._place = {machine: place for place, machine in enumerate(self._used) if machine >= 0}
+        return [place for place, machine in enumerate(self._used) if machine < 0]
 
     def _current_rate(self) -> float:
         return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import Change
+from slipstream.cli.fleet.policies.uneven_pipelines import Groups
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -21,21 +22,14 @@ class TorchFT(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._groups: list[list[int]] = []
-        """The machines of each group that trains."""
+        self._groups, self._starting = Groups(), Groups()
+        """Those that train, and those that are being restarted."""
         self._ungrouped: list[int] = []
-        self._starting: list[list[int]] = []
-        """Groups that are being restarted."""
         self._ready = 0.0
         """When they join."""
 
-    @property
-    def fault_free_rate(self) -> float:
-        """1F1B on all groups."""
-        return self._rate_of(self.scenario.pipelines)
-
     def _rate_of(self, groups: int) -> float:
-        return self.throughputs.one_f_one_b(self.scenario.pipelines) * groups / self.scenario.pipelines
+        return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
         """After the workers of dropped groups have formed whole groups."""
@@ -44,56 +38,61 @@ class TorchFT(Policy):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many whole groups as there are machines for."""
         self._ungrouped = sorted(live)
-        self._groups = self._whole_groups()
-        return self.resume_training(self._rate_of(len(self._groups)))
+        self._groups = Groups(self._whole_groups())
+        return self.resume_training(self._rate_of(len(self._groups.all)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Drop groups that lost a worker; restart whole groups in the background."""
         now, gone = change.seconds, set(change.removed)
         if now >= self._ready:
-            self._groups, self._starting = [*self._groups, *self._starting], []
-        running = len(self._groups)
+            self._join()
+        running = len(self._groups.all)
         self._ungrouped += change.added
         if gone:
             self._remove_dead(gone)
-        broken = len(self._groups) < running
-        if new := self._whole_groups():
-            self._starting += new
+        broken = len(self._groups.all) < running
+        for group in self._whole_groups():
+            self._starting.add(group)
             self._ready = now + self.costs.restart_seconds
-        if not self._groups:
+        if not self._groups.all:
             # No group holds the state any more: all restart from the checkpoint.
-            rate = self._rate_of(len(self._starting))
-            self._groups, self._starting = self._starting, []
-            return self.restart(rate, remaining)
+            self._join()
+            return self.restart(self._rate_of(len(self._groups.all)), remaining)
         return self._phases(now, broken, remaining)
+
+    def _join(self) -> None:
+        """Those that were being restarted train."""
+        for group in self._starting.all:
+            self._groups.add(group)
+        self._starting = Groups()
 
     def _remove_dead(self, gone: set[int]) -> None:
         """Drop groups that lost a machine."""
         for groups in (self._groups, self._starting):
-            for group in [group for group in groups if not gone.isdisjoint(group)]:
-                groups.remove(group)
-                self._ungrouped += group
+            for group in groups.holding(sorted(gone)):
+                self._ungrouped += groups.drop(group)
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
         """Train with the groups that run now, and from `_ready` on also with those that are being restarted."""
-        rate = self._rate_of(len(self._groups))
+        running, starting = len(self._groups.all), len(self._starting.all)
+        rate = self._rate_of(running)
         lost = self.lost_samples(remaining, worker_died=broken)
         stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
         if broken and not self.needs_checkpoint(remaining):
             stalls = [self.switch]
         phases = self.resume_training(rate, *stalls, lost_samples=lost)
-        if self._starting:
+        if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
-            phases += [self.switch, self.load, self.training(self._rate_of(len(self._groups) + len(self._starting)))]
+            phases += [self.switch, self.load, self.training(self._rate_of(running + starting))]
         return phases
 
     def _whole_groups(self) -> list[list[int]]:
         """Whole groups of machines that are in none, as many as the job lacks at most."""
         groups: list[list[int]] = []
         stages = self.scenario.stages
-        room = self.scenario.pipelines - len(self._groups) - len(self._starting)
+        room = self.scenario.pipelines - len(self._groups.all) - len(self._starting.all)
         while len(self._ungrouped) >= stages and len(groups) < room:
             groups.append(self._ungrouped[:stages])
             del self._ungrouped[:stages]

@@ -1,10 +1,50 @@
-"""Pipelines whose stages differ: layers cut by the speed of each node, and who holds them when some are gone."""
+"""Machines in pipelines: which one has which, layers cut by their speed, and who holds them when some are gone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 from slipstream.cli.fleet.policies.oobleck_templates import Template
+
+
+class Groups:
+    """Lists of machines (pipelines, replicas), and the list of each machine.
+
+    So a change costs by the machines that it concerns, and not by those of the job.
+    """
+
+    def __init__(self, lists: Iterable[list[int]] = ()) -> None:
+        self.all = list(lists)
+        self.of = {machine: one for one in self.all for machine in one}
+
+    def put(self, machine: int, group: list[int]) -> None:
+        """The machine, which is in no list, is in this one."""
+        group.append(machine)
+        self.of[machine] = group
+
+    def add(self, group: list[int]) -> None:
+        """One list more."""
+        self.all.append(group)
+        self.of |= dict.fromkeys(group, group)
+
+    def drop(self, group: list[int]) -> list[int]:
+        """The list is none any more: its machines."""
+        del self.all[next(index for index, one in enumerate(self.all) if one is group)]
+        for machine in group:
+            del self.of[machine]
+        return group
+
+    def holding(self, machines: Iterable[int]) -> list[list[int]]:
+        """The lists that hold any of these, each once."""
+        found = {id(group): group for machine in machines if (group := self.of.get(machine)) is not None}
+        return list(found.values())
+
+    def remove(self, machines: Iterable[int]) -> bool:
+        """Take these out of their lists: whether any was in one."""
+        found = [machine for machine in machines if machine in self.of]
+        for machine in found:
+            self.of.pop(machine).remove(machine)
+        return bool(found)
 
 
 @lru_cache(maxsize=65536)

@@ -102,17 +102,56 @@ def test_the_command_writes_a_page_and_json(small, tmp_path, monkeypatch):
                  *chosen)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
-    assert report["set"] == "1" and report["seeds"] == 2 and "theirs" in report["summary"]["small"]
+    assert report["set"] == "1" and report["cpu_seconds"]["small"] > 0
+    assert "theirs" in [one["name"] for one in report["cases"][0]["policies"]]
     assert len(report["cases"][0]["policies"][0]["seeds"]) == 2 and len(report["published"]) == 8
     page = (tmp_path / "out" / "benchmark.html").read_text()
     assert "T &lt;b&gt;" in page and "prefers-color-scheme: dark" in page
     tables = (tmp_path / "out" / "benchmark.md").read_text()
     assert "| theirs | " in tables and "| small | switch: " in tables and "| bamboo | 350M, over the" in tables
+    assert "- **small**: a small one; seeds: 2" in tables
     assert "http" not in page.replace("http://www.w3.org", "")
     for name in FEW:
         assert name in page and name in result.stdout
     for text in ("small: a small one", "bamboo, 350M, over the published trace: published 11.86"):
         assert text in result.stdout
+
+
+def test_cases_are_added_to_what_is_there(small, tmp_path, monkeypatch):
+    """Each at its own number of seeds. What is not of this set is refused."""
+    both = {name: benchmark.msgspec.structs.replace(small, name=name) for name in "ab"}
+    for module in (command, benchmark):
+        monkeypatch.setattr(module, "CASES", both)
+    few = ("--policy", "torchft", "--processes", 1, "--out", tmp_path)
+    assert run("--case", "b", "--seeds", 2, *few).exit_code == 0
+    first = json.loads((tmp_path / "benchmark.json").read_text())["cases"]
+    assert run("--case", "a", "--seeds", 1, "--add", *few).exit_code == 0
+    cases = json.loads((tmp_path / "benchmark.json").read_text())["cases"]
+    assert [one["case"]["name"] for one in cases] == ["a", "b"] and cases[1:] == first
+    assert [len(one["policies"][0]["seeds"]) for one in cases] == [1, 2]
+    assert "- **a**: a small one; seeds: 1\n- **b**: a small one; seeds: 2" in (tmp_path / "benchmark.md").read_text()
+    both["b"] = small
+    refused = run("--case", "a", "--seeds", 1, "--add", *few)
+    assert refused.exit_code == 2 and "case b is not as in set 1 now; write to another folder" in refused.stderr
+    (tmp_path / "benchmark.json").write_text("{")
+    refused = run("--case", "a", "--add", *few)
+    assert refused.exit_code == 2 and "expected what `slipstream benchmark` writes" in refused.stderr
+
+
+def test_an_interrupt_keeps_the_cases_that_were_finished(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "CASES", {"a": small, "b": small})
+    results = iter([lambda: run_case(small, seeds=1, names=("torchft",), sensitivity=False)])
+
+    def one_case(*_, **__):
+        found = next(results, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found()
+
+    monkeypatch.setattr(command, "run_case", one_case)
+    result = run("--out", tmp_path, "--policy", "torchft")
+    assert result.exit_code == 130 and "some cases are missing" in result.stderr
+    assert len(json.loads((tmp_path / "benchmark.json").read_text())["cases"]) == 1
 
 
 @pytest.mark.parametrize(("name", "case", "says"), [

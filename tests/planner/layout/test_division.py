@@ -8,12 +8,12 @@ import networkx as nx
 import pytest
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.bounds import work_bound
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.layout.cpsat import improved
 from slipstream.planner.layout.cuts import lines_of, one_cut
 from slipstream.planner.layout.division import Divider
 from slipstream.planner.layout.routes import layout_of
+from slipstream.planner.model.work_bounds import work_bound
 from slipstream.schedules.schedule import Worker
 from tests.lines_run import lines_run
 from tests.planner.layout.layouts import assert_valid, loads, problem
@@ -21,14 +21,14 @@ from tests.planner.layout.layouts import assert_valid, loads, problem
 
 def least_load(given):
     """The least longest load over every way to give the cells (layer, micro-batch) to live workers."""
-    cells = [layer for layer in range(given.layer_count) for _ in range(given.total_microbatches)]
+    cells = [layer for layer in range(given.grid.layer_count) for _ in range(given.grid.total_microbatches)]
     best = given.ample_ticks * 4
     for workers in itertools.product(given.live, repeat=len(cells)):
         load = dict.fromkeys(given.live, 0)
         for layer, worker in zip(cells, workers, strict=True):
             load[worker] += given.slice_ticks((layer, layer + 1), worker)
         for layer, worker in set(zip(cells, workers, strict=True)):
-            load[worker] += given.tail[layer]
+            load[worker] += given.costs.closing[layer]
         best = min(best, *([max(load.values())]))
     return best
 
@@ -120,7 +120,7 @@ def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, 
 
 def loaded(given, layout):
     """Layers that workers hold now and did not hold before."""
-    return sum(not any(first <= layer < end for first, end in given.holds[worker])
+    return sum(not any(first <= layer < end for first, end in given.workers[worker].holds)
                for worker, ranges in layout.holds.items() for low, high in ranges for layer in range(low, high))
 
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.layout.types import LiveWorker
-from slipstream.schedules.schedule import Worker
+from slipstream.planner.model.layout import LiveWorker
+from slipstream.planner.model.problem import Question
+from slipstream.schedules.schedule import VirtualStage, Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 STAGE_1_LOST = ["0.1", "1.1"]
@@ -28,10 +29,11 @@ def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
 def test_a_moved_holder_keeps_a_lost_stage_alive():
     """Worker 0.2 held stage 1, too: its layers are somewhere, and the plan goes on from there."""
     given = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
-    given = given.holding({**given.holds, Worker(0, 2): ((2, 6),)})
+    given = msgspec.structs.replace(given, workers={**given.workers, Worker(0, 2): LiveWorker(holds=((2, 6),))})
     for layers in ("fixed", "move"):
-        for layout in candidates(msgspec.structs.replace(given, layers=layers)):
-            assert_valid(msgspec.structs.replace(given, layers=layers), layout)
+        asked = msgspec.structs.replace(given, question=Question(layers=layers))
+        for layout in candidates(asked):
+            assert_valid(asked, layout)
 
 
 def test_pipelines_too_weak_to_hold_all_layers_join():
@@ -47,11 +49,12 @@ def test_pipelines_too_weak_to_hold_all_layers_join():
 def test_virtual_stages():
     """Two workers a pipeline with two stages each, one after the other in turns."""
     given = problem(3, 2, 6, 4)
-    path = tuple(((first, first + 2), first // 2 % 2) for first in range(0, 8, 2))
+    stages = tuple(VirtualStage(column=first // 2 % 2, layers=(first, first + 2)) for first in range(0, 8, 2))
+    placed = msgspec.structs.replace(given.grid, stages=stages)
     holds = {Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
              for pipeline in range(3) for column in range(2) if (pipeline, column) != (1, 0)}
     for layers in ("fixed", "move"):
-        there = msgspec.structs.replace(given, paths=(path,), layers=layers, workers={
+        there = msgspec.structs.replace(given, grid=placed, question=Question(layers=layers), workers={
             worker: LiveWorker(holds=held) for worker, held in holds.items()})
         found = list(candidates(there))
         assert found

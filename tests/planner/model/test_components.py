@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.types import Layout, MicroBatch, Stop
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
-from slipstream.planner.model.from_job import problem_of_layout
+from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.layout import Layout, MicroBatch, Stop
 from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.check import check
@@ -28,7 +28,7 @@ def problem_of(runners, all_reduce=0):
         for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
     holds = {Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),) for pipeline in range(len(runners))
              for stage in range(STAGES)}
-    return problem_of_layout(job, [], Layout(kind="by hand", holds=holds, routes=routes))
+    return with_layout(layered_problem(job), Layout(kind="by hand", holds=holds, routes=routes))
 
 
 def whole(*runners):

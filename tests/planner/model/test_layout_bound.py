@@ -7,11 +7,12 @@ import pytest
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.layout.types import Layout, MicroBatch, Stop
 from slipstream.planner.model.bounds import whole_fill
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.from_job import build_problem, layout_problem, problem_of_layout
+from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
+from slipstream.planner.model.layout import Layout, MicroBatch, Stop
 from slipstream.planner.model.layout_bound import LayoutBound, can_bound
+from slipstream.planner.model.problem import Question
 from slipstream.planner.search.engine import solve
 from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_scheduler import StuckError
@@ -27,8 +28,8 @@ def layered(pipelines, stages, microbatches, *, more=""):
 
 
 def problems(job, failed):
-    given = layout_problem(job, failed, layers="move")
-    return [problem_of_layout(job, failed, layout) for layout in candidates(given)]
+    given = layered_problem(job, failed, Question(layers="move"))
+    return [with_layout(given, layout) for layout in candidates(given)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -70,7 +71,7 @@ def test_lines_fill_with_whole_forwards(stages, microbatches, least):
         route = tuple(Stop(layers, Worker(0, layers[0] // 4)) for layers in ends)
         layout = Layout(kind="", holds={Worker(0, stage): ((4 * stage, 4 * stage + 4),) for stage in range(stages)},
                         routes={MicroBatch(0, number): route for number in range(microbatches)})
-        problem = problem_of_layout(job, [], layout)
+        problem = with_layout(layered_problem(job), layout)
         return LayoutBound([problem]).period(1, 10_000) * problem.tick_seconds
 
     assert bound(1) == pytest.approx(least, rel=0.0011)

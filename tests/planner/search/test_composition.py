@@ -6,7 +6,8 @@ from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import undivided
-from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.problem import Question
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.assignment import assign
 from slipstream.planner.search.composition import Composition
@@ -26,9 +27,9 @@ def rules(problem):
 def recut(pipelines, stages, microbatches, failed, kind="whole micro-batches"):
     job = grid(pipelines, stages, microbatches, more=f"[placement]\nlayers = {[4] * stages}\n",
                times="forward = 40\nbackward_input = 40\nbackward_weight = 40\ntransfer = 4\noptimizer = 20\n")
-    given = layout_problem(job, failed, layers="move")
+    given = layered_problem(job, failed, Question(layers="move"))
     layout = next(layout for layout in candidates(given) if kind in layout.kind and "short" not in layout.kind)
-    return problem_of_layout(job, failed, layout)
+    return with_layout(given, layout)
 
 
 def test_each_set_of_workers_runs_its_own_best_order():

@@ -12,7 +12,8 @@ from slipstream.planner.kernel import close, put_off, reduce
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.arrays import ProblemArrays, padded
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.from_job import layout_problem, problem_of_layout
+from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.problem import Question
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.annealing.chain import AnnealingChain
 from slipstream.planner.search.assignment import assign
@@ -105,8 +106,9 @@ def layouts(seed, optimizer, backward):
                times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\n"
                f"optimizer = 2\nall_reduce = {reductions}\n")
     failed = [Worker(chosen.randrange(pipelines), chosen.randrange(stages))]
-    for layout in candidates(layout_problem(job, failed, layers="move")):
-        yield problem_of_layout(job, failed, layout, optimizer=optimizer, backward=backward)
+    given = layered_problem(job, failed, Question(layers="move"), optimizer=optimizer, backward=backward)
+    for layout in candidates(given):
+        yield with_layout(given, layout)
 
 
 @pytest.mark.parametrize("optimizer", ["staggered", "synchronous"])

@@ -64,6 +64,12 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr("slipstream.planner.tables.build.run_all", run_all)
 
 
+def test_an_entry_that_no_reader_would_take_is_not_written(tmp_path, in_this_process, monkeypatch):
+    monkeypatch.setattr("slipstream.schedules.codec.MAX_OPS", 10)
+    with pytest.raises(TableError, match=r"entry count-2: too large for a table: .* expected at most 10"):
+        quick_build(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
     """A table of all counts and patterns of up to two failures."""

@@ -165,6 +165,7 @@ def test_a_second_process_that_claims_to_be_a_worker_is_refused_and_so_is_a_work
     assert world.log.losses == [3.0] * 4
 
 
+@pytest.mark.usefixtures("plans_here")
 def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
     """It takes twice the heartbeat timeout or more: nobody is given up, and a death meanwhile is heard of."""
     planned, asked = [], []
@@ -190,7 +191,7 @@ def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
 
     world = World(tmp_path, scheduler)
     world.play(script, stops_before=2)
-    (recovery,) = world.events.recoveries
+    (recovery,) = world.events.state.recovery.recoveries
     assert recovery.dead == (WORKERS[0], WORKERS[1]) and world.processes.killed == []
     assert [down for down, _, _ in planned] == [(WORKERS[0],), (WORKERS[0], WORKERS[1])]
     assert planned[0][1] < world.processes.buried[1][1] < planned[0][2]
@@ -215,7 +216,7 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
             talker._stops_before = 2  # the same iteration in the next order
         world.processes.end(WORKERS[0])
         world.talkers[WORKERS[0]].writer.close()
-        await until(lambda: world.events.recoveries)
+        await until(lambda: world.events.state.recovery.recoveries)
 
         def say_why(talker):
             talker.say(Failed(WORKERS[0], "why"))

@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import planning, slow_detector
+from slipstream.runtime.coordinator import slow_detector
+from slipstream.runtime.coordinator.background import tried
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.effects import Send
 from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
@@ -44,7 +45,7 @@ class World:
         self.schedule: Schedule | None = None
         self.rebalancer = Planning(JOB)
         self.answering = ScheduleService(FIRST.grid, Finders(planned(JOB), at_speeds, self.rebalancer),
-                                         self.found.append)
+                                         self.found.append, background=lambda work, done, **_: done(tried(work)))
         self.rules = Rules(
             first=FIRST, iterations=range(10_000), placement=PLACEMENT, prepared=self.answering.prepared,
             settles=Cost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
@@ -126,16 +127,8 @@ def at_speeds(down, speeds):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    """Plans are there when they are asked for, and each iteration is an observation."""
-    def now(work, done) -> None:
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = error
-        done(answer)
-
+    """Each iteration is an observation."""
     monkeypatch.setattr(slow_detector, "OBSERVATION_SECONDS", 0.0)
-    monkeypatch.setattr(planning, "in_background", now)
 
 
 def test_it_sheds_work_then_settles_and_goes_back_once_the_worker_has_recovered():

@@ -2,9 +2,10 @@
 
 import pytest
 
+from slipstream.cli.fleet.loads import Loads
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policies.oobleck import stacked_sizes
-from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, layers_of, template
+from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split, template
 from tests.cli.fleet.policies.splits import splits
 from tests.cli.fleet.small import gain, job, lose, run, scenario, spans
 
@@ -23,12 +24,12 @@ def test_oobleck_templates_are_the_best_split(layers, nodes):
 
 
 def test_a_bidirectional_model_has_its_layers_once():
-    assert layers_of(job(order="bidirectional")) == layers_of(job())
+    assert Loads(job(order="bidirectional")).layers == Loads(job()).layers
 
 
 def test_oobleck_of_equal_stages_is_1f1b():
     made = template((1.0,) * 8, 4)
-    assert made.seconds(10) == pytest.approx((10 + 3) * 2.0) and layers_of(job()) == (3 / 8,) * 16
+    assert made.seconds(10) == pytest.approx((10 + 3) * 2.0) and Loads(job()).layers == (3 / 8,) * 16
 
 
 def test_the_batch_is_divided_by_the_speed_of_pipelines():

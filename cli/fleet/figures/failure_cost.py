@@ -1,0 +1,52 @@
+"""What a failure costs, for the preset of the README: a day with all workers alive, with one dead, and with five."""
+
+from slipstream.cli.fleet.availability_trace import died
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.simulation import throughputs_over_traces
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner import parse_job
+from slipstream.planner.budget import CountCallback
+from slipstream.planner.job.presets import preset
+from slipstream.schedules.schedule import Worker
+
+PRESET, PARAMETERS = "llama-3-8b", 8e9
+DEAD = ("2.1", "5.0", "0.2", "7.3", "4.1")
+CASES = {"one dead": DEAD[:1], "five dead": DEAD}
+STEPS_SECONDS = 10.0
+"""Of counted steps for each plan with layers that move: `--steps 4000000`."""
+ROWS = {
+    "slipstream": "Slipstream, settled: layers have moved",
+    "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
+    "recycle": "ReCycle, as published",
+    "oobleck": "Oobleck: pipelines of other lengths",
+    "torchft": "drop the replica (torchft)",
+    "checkpoint-restart": "restart from a checkpoint on whole pipelines",
+}
+"""What the README calls each policy."""
+
+
+def reproduce(progress: CountCallback) -> Figure:
+    """Samples per second by policy, and the loss against the same policy with all workers alive."""
+    job = parse_job(preset(PRESET))
+    throughputs = Throughputs(job, settle_seconds=STEPS_SECONDS)
+    kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
+    found = {}
+    for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
+        trace = died(job, [Worker.parse(worker) for worker in dead])
+        found[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
+        progress(done, 1 + len(CASES))
+    values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in found.items()}
+    rows: list[tuple[Cell, ...]] = []
+    for policy, text in ROWS.items():
+        whole, *others = (one[policy] for one in values.values())
+        rows.append((text, f"{whole:.1f}", *(f"{value:.1f} ({100 * (value / whole - 1):.0f} %)" for value in others)))
+    return Figure(
+        name="failure-cost", title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
+        kind="bars", x_label="", y_label="samples per second", x=tuple(ROWS),
+        series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
+        header=("", *values), rows=tuple(rows), findings={}, assumptions=(
+            f"the dead: {DEAD[0]}, or {', '.join(DEAD)}; they die in the first minute of a day and stay away",
+            f"plans with layers that move: as many counted steps as {STEPS_SECONDS:g} s of a processor have",
+            f"costs of changes for {PARAMETERS:.3g} parameters"))

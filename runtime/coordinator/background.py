@@ -1,0 +1,129 @@
+"""Long work beside the event loop: in a process of its own where the system can fork one safely, else in a thread.
+
+A thread would take turns with the event loop, which then answers late: for 1,000 workers, a plan takes half a second.
+A forked process has all that it needs, as the job and tables, without a copy being sent.
+"""
+
+import asyncio
+import copyreg
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.schedule import Schedule
+
+T = TypeVar("T")
+Done = Callable[[T | BaseException], None]
+
+NICENESS = 10
+"""Of work that nobody waits for: the workers of this machine go first."""
+
+
+class Background(Protocol):
+    """Does long work, and has its result, or what it raises, handled on the event loop that this is called on."""
+
+    def __call__(self, work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
+        """`awaited`: whether workers wait for it."""
+
+
+class DiedError(RuntimeError):
+    """The process that did the work has ended without an answer."""
+
+
+def in_thread(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:  # noqa: ARG001
+    """Work that changes nothing that others see."""
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        answer = tried(work)
+        with suppress(RuntimeError):  # the run is over, and the loop closed
+            loop.call_soon_threadsafe(done, answer)
+
+    # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.
+    threading.Thread(target=run, daemon=True, name="planning").start()
+
+
+def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
+    """The same in a process that is forked here, and ends with the thread that calls this."""
+    try:
+        ours, theirs = os.pipe()
+        process = os.fork()
+    except OSError:  # too little of something is left for that
+        in_thread(work, done)
+        return
+    if not process:
+        _become_apart(theirs, work, awaited=awaited)
+    os.close(theirs)
+    in_thread(lambda: _answer_of(process, ours), done)
+
+
+apart: Background = in_process if sys.platform == "linux" else in_thread
+"""On other systems, libraries may not be used in a forked process."""
+
+
+def tried(work: Callable[[], T]) -> T | BaseException:
+    """What it gives, or raises."""
+    try:
+        return work()
+    except BaseException as error:
+        return error
+
+
+def _answer_of(process: int, pipe: int) -> Any:
+    """What a process has written. Raises what that says, and DiedError."""
+    with open(pipe, "rb") as file:
+        data = file.read()
+    _, status = os.waitpid(process, 0)
+    if not data or status:
+        raise DiedError("the process that was to plan has ended with "
+                        + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}"))
+    answer = pickle.loads(data)  # noqa: S301, as this process's own child has written it
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
+    """In the forked process: do the work, write the answer, end. Nothing that the parent has open stays open here."""
+    status = 1
+    try:
+        signal_at_death_of_parent(signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        os.setpgid(0, 0)  # Ctrl-C is for the parent
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(pipe, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # a connection that the parent ends would stay open else
+        if not awaited:
+            os.nice(NICENESS)
+        gc.disable()
+        data = _packed(tried(work))
+        with open(3, "wb") as file:
+            file.write(data)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _packed(answer: object) -> bytes:
+    try:
+        packed = io.BytesIO()
+        pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = copyreg.dispatch_table | {Schedule: lambda one: (decode, (encode(one),))}
+        pickler.dump(answer)
+        data = packed.getvalue()
+        if isinstance(answer, BaseException):
+            pickle.loads(data)  # noqa: S301, as not all exceptions come back
+        return data
+    except Exception as error:
+        told = answer if isinstance(answer, BaseException) else error
+        return pickle.dumps(RuntimeError(f"{type(told).__name__}: {first_line(told)}"))

@@ -1,0 +1,83 @@
+"""Plans are made beside the event loop, which goes on meanwhile."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.runtime.coordinator.background import DiedError, in_process, in_thread
+from slipstream.runtime.errors import RunError
+from slipstream.schedules.errors import NoScheduleError
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+FIRST = schedule_for(grid(2, 2, 2), [])
+HERE = os.getpid()
+
+
+def answer(background, work):
+    """Of one piece of work."""
+    async def script():
+        future = asyncio.get_running_loop().create_future()
+        background(work, future.set_result)
+        return await asyncio.wait_for(future, 60)
+
+    return asyncio.run(script())
+
+
+@pytest.mark.parametrize("background", [in_thread, in_process])
+def test_answers_and_errors_come_back(background):
+    class Odd(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
+    def fail(error):
+        raise error
+
+    assert answer(background, lambda: (FIRST, {FIRST.seats[0].worker: b"text"})) == (
+        FIRST, {FIRST.seats[0].worker: b"text"})
+    for error in (NoScheduleError("none"), RunError("another job")):
+        found = answer(background, lambda error=error: fail(error))
+        assert type(found) is type(error) and str(found) == str(error)
+    found = answer(background, lambda: fail(Odd(1, 2)))
+    assert isinstance(found, Exception) and "1 and 2" in str(found)
+
+
+def test_a_process_plans_and_leaves_nothing_open():
+    """Else a connection that node 0 ends would stay open, and a worker would not notice that it was given up."""
+    ours, theirs = socket.socketpair()
+
+    def work():
+        time.sleep(0.2)
+        return os.getpid(), [one.name for one in Path("/proc/self/fd").iterdir()]
+
+    async def script():
+        future = asyncio.get_running_loop().create_future()
+        in_process(work, future.set_result)
+        theirs.close()
+        ours.settimeout(60)
+        assert await asyncio.to_thread(ours.recv, 1) == b""
+        assert not future.done()
+        process, descriptors = await asyncio.wait_for(future, 60)
+        assert process != HERE and set(descriptors) <= {"0", "1", "2", "3", "4"}
+        with pytest.raises(ChildProcessError):
+            os.waitpid(process, os.WNOHANG)
+
+    asyncio.run(script())
+    ours.close()
+
+
+def test_a_process_that_dies_has_no_answer():
+    found = answer(in_process, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert isinstance(found, DiedError) and str(found).endswith("signal 9")
+
+
+def test_what_is_awaited_goes_first():
+    def niceness(*, awaited):
+        return answer(lambda work, done: in_process(work, done, awaited=awaited), lambda: os.nice(0))
+
+    assert niceness(awaited=False) > niceness(awaited=True) == os.nice(0)
