@@ -137,8 +137,11 @@ def _tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]],
 
 def _columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
     """The ops of a program, column by column; `foreign`: those of other pipelines, and whether each is shed."""
+    beside = [op for op in ops if schedule.overlaps and op.kind is OpKind.A]
+    ops = [op for op in ops if op not in beside]
     starts = [0, *(op.start_ticks // unit for op in ops)]
     return {
+        "links": [(op.start_ticks // unit, op.end_ticks // unit) for op in beside],
         "kinds": "".join(op.kind for op in ops),
         "slices": [-1 if op.slice is None else op.slice for op in ops],
         "microbatches": [-1 if op.microbatch is None else op.microbatch for op in ops],

@@ -7,6 +7,7 @@
     degraded     workers that go on as half their processes
     periods      periods by what is down, for simulations that ask for hundreds
     portfolio    what answers a failure: whole micro-batches, slices, moved layers
+    overlapped   reductions beside compute, in a plan made without them
     params       what steers a search
     budget       what a search may use: seconds or counted steps, a seed, a way to be stopped; progress
     kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)

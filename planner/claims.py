@@ -10,6 +10,7 @@ from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import held_problem, in_place
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.normalise import Windows
+from slipstream.planner.overlapped import least_of_columns
 from slipstream.planner.report import shared_ticks
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 
@@ -31,13 +32,23 @@ def proven_bound(schedule: Schedule) -> Bound:
     return bound.narrowed(Scope.ORDER) if schedule.scope is Scope.ORDER else bound
 
 
+def _exposed(schedule: Schedule) -> tuple[int, ...]:
+    """What remains of reductions after the last W of a worker where they overlap, by stage: the least that one of its
+    layers takes, where the file tells that of all, else nothing."""
+    known = {layers[0]: ticks for layers, ticks in zip(schedule.layers_by_slice, schedule.times.all_reduce, strict=True)
+             if layers[1] - layers[0] == 1}
+    return least_of_columns(schedule.grid, [min((known.get(layer, 0) for layer in range(*layers)), default=0)
+                                            for layers in schedule.grid.layers_by_stage])
+
+
 def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
     """The problem of a schedule in place, with these roles vacant. Of workers that are down none is slow."""
     grid, scope = schedule.grid, schedule.scope
     slow = tuple(one for one in schedule.times.slow if one.worker in schedule.seat_of)
+    reduced = _exposed(schedule) if schedule.overlaps else schedule.times.all_reduce
     return held_problem(
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
-        times=msgspec.structs.replace(schedule.times, slow=slow), memory=schedule.memory,
+        times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
         holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=scope is not Scope.OWN,
         # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.

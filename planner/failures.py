@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from slipstream.planner.budget import ProgressCallback, quiet
-from slipstream.planner.compiled import ready
+from slipstream.planner.compiled import load, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form, slow_while_alive
@@ -54,12 +54,16 @@ class FailurePlanner:
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
                  settled_seconds: float = SETTLED_SECONDS, progress: ProgressCallback = quiet) -> None:
-        """The planner is compiled here, so that no failure has to wait for that; `progress` gets a line then."""
+        """The planner is compiled and loaded here: no failure waits for that, and processes that are forked share it.
+
+        `progress` gets a line where it is compiled.
+        """
         self._job, self._first, self._table = job, first, table
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer)
         self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS)
         self._settled_seconds = settled_seconds
         ready(progress)
+        load()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
         """With these workers down, layers in place: from the table, or planned by the list schedulers."""

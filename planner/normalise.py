@@ -32,6 +32,7 @@ from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.plan import Plan, plan_only, plan_with
 from slipstream.planner.reference import FaultFree
 from slipstream.planner.repetition import TooLargeError
@@ -158,7 +159,7 @@ class Windows:
 
 def windows_of(job: Job, options: PlanOptions) -> Windows:
     """Those of a job's plans by these options, whether micro-batches are cut or not."""
-    return Windows(partial(options.shared_problem, job))  # which is sent to other processes
+    return Windows(partial(bounding_problem, options, job))  # which is sent to other processes
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:

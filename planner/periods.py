@@ -6,7 +6,8 @@ so a period depends on how many workers of each stage are down (`Counts`). Some 
 
 Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
 period is that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at different times,
-the assembled schedule can be a little longer.
+the assembled schedule can be a little longer. Where reductions overlap compute, what remains of them in such a job is
+not counted.
 """
 
 import math
@@ -30,6 +31,7 @@ from slipstream.planner.model.ticks import tick_of
 from slipstream.planner.model.work_bounds import work_bound
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.overlapped import overlaps, period_beside, without_reductions
 from slipstream.planner.search.assignment import assign
 from slipstream.planner.search.engine import solve
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight, one_f_one_b
@@ -49,7 +51,8 @@ class Periods:
     def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = quiet) -> None:
         """`options`: of the search. Raises NoPlanError when no schedule can run the job."""
         ready(progress)
-        self._job, self._options = job, options
+        self._given, self._overlaps = job, overlaps(job)
+        self._job, self._options = without_reductions(job) if self._overlaps else job, options
         problem = options.problem(job)
         self._classes = pipeline_classes(problem.grid, problem.times, problem.memory)
         self._windows: dict[int, Windows] = {}
@@ -93,14 +96,17 @@ class Periods:
         """Seconds of 1F1B (fused, synchronous) on one pipeline with so many micro-batches."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").problem(job)
-        return solution_period(problem, one_f_one_b(problem)) * problem.tick_seconds
+        solution = one_f_one_b(problem)
+        if self._overlaps:
+            return self._overlapped(problem, solution)
+        return solution_period(problem, solution) * problem.tick_seconds
 
     def _shortest(self, down: Counts, options: PlanOptions, solver: Callable[[Problem], Pieces]) -> tuple[float, bool]:
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
         for problem in self._problems(down, options):
-            best = min(best, self._period_of(problem, solver) * problem.tick_seconds)
+            best = min(best, self._period_of(problem, solver))
             if best <= lower_bound(problem) * problem.tick_seconds:
                 return best, True
         return best, False
@@ -128,11 +134,21 @@ class Periods:
         clock = self._options.clock()
         return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock)).pieces
 
-    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
-        """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""
-        if problem.operations <= LARGE:
-            return assemble.period(problem, solver(problem))
-        return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
+    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> float:
+        """The period in seconds: of the assembled schedule; for a large job, of the slowest piece."""
+        if problem.operations > LARGE:
+            return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
+        solved = solver(problem)
+        if self._overlaps:
+            return self._overlapped(problem, solved)
+        return assemble.period(problem, solved) * problem.tick_seconds
+
+    def _overlapped(self, problem: Problem, solved: Solution | Pieces) -> float:
+        """Seconds, with reductions beside compute."""
+        made = assemble.build_schedule(problem, solved, method="greedy")
+        job = msgspec.structs.replace(self._given, pipelines=problem.grid.pipelines,
+                                      microbatches=problem.grid.microbatches)
+        return period_beside(made, job)
 
     def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from slipstream.planner.bound import Bound
 from slipstream.planner.budget import (
     Budget,
     Clock,
@@ -25,13 +26,14 @@ from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.overlapped import beside_compute, bounding_problem, overlaps, without_reductions
 from slipstream.planner.portfolio import proposed
 from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from slipstream.planner.search.engine import Method, Solved, solve
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Scope, Worker
 
 FAULT_FREE_SHARE = 0.15
 """Share of the time limit that the fault-free plan, needed for comparison, may take."""
@@ -158,6 +160,16 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
                                        tally=budget.tally)
 
 
+def _overlapped(schedule: Schedule, options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Schedule:
+    """A schedule without reductions, with those of the job. Micro-batches are cut for them: of bounds only those hold
+    that allow it."""
+    bound, tick = Bound(schedule.lower_bound_ticks, schedule.scope), schedule.tick_seconds
+    if not Scope.PLACE.holds_for(bound.scope):
+        return beside_compute(schedule, job, bound, tick)
+    problem = bounding_problem(options, job, failed)
+    return beside_compute(schedule, job, strongest_bound(problem), problem.tick_seconds)
+
+
 Found = tuple[Plan, Callable[[], str]]
 """A plan by itself, and what tells of its gap: few ask."""
 
@@ -165,6 +177,9 @@ Found = tuple[Plan, Callable[[], str]]
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
             grace: bool = True) -> Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
+    if overlaps(job):
+        found, why = _search(options, without_reductions(job), failed, budget, speed, grace=grace)
+        return msgspec.structs.replace(found, schedule=_overlapped(found.schedule, options, job, failed)), why
     if options.holds or (job.memory is not None and job.memory.capacity_of):
         if options.method in BASELINES:
             raise NoPlanError(f"{options.method} takes all workers to have the same room; expected --method cp-sat or "

@@ -49,13 +49,16 @@ def reference_options(options: PlanOptions) -> PlanOptions:
 
 
 def is_alike(schedule: Schedule) -> bool:
-    """Whether a schedule is of the kind that `reference_options` asks for."""
-    return not schedule.slices and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
+    """Whether a schedule is of the kind that `reference_options` asks for. Where reductions overlap, micro-batches are
+    cut for these alone if all stay with their own workers."""
+    in_place = not schedule.slices or (schedule.overlaps and not schedule.rerouted and not schedule.shed)
+    return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
 
 
 def reference_key(options: PlanOptions, job: Job) -> str:
     """A digest of all that the fault-free period depends on."""
     problem = reference_options(options).problem(job)
-    rules = (VERSION, options.method, problem.backward, problem.optimizer)
+    rules = (VERSION, options.method, problem.backward, problem.optimizer,
+             *([job.network] if job.network.overlap else []))
     text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
     return hashlib.sha256(text).hexdigest()

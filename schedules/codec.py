@@ -103,6 +103,7 @@ def _require_version_1(schedule: Schedule) -> None:
     for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
+                      ("times.overlap", schedule.overlaps),
                       ("bound_scope", schedule.bound_scope)):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")

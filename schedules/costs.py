@@ -29,6 +29,9 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     slow: tuple[Slow, ...] = ()
     optimizer_of_layer: tuple[int, ...] = ()
     """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
+    overlap: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether A occupies the links of its workers, one A at a time, and leaves their compute to other ops; else it
+    occupies both. A file has this key only where it does."""
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """How long an op takes on a physical worker: the one place where durations are looked up.

@@ -74,12 +74,40 @@ def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterato
     with the rest.
     """
     for ops in programs.values():
-        yield from pairwise(_node(op, schedule) for op in ops)
+        if schedule.overlaps:
+            yield from _beside_compute(schedule, ops)
+        else:
+            yield from pairwise(_node(op, schedule) for op in ops)
     by_key = _by_key(programs)
     for key, op in by_key.items():
         _, _, pipeline, microbatch = key
         path = schedule.path(pipeline, microbatch)
         yield from ((by_key[producer], op) for producer in producers(key, path) if producer in by_key)
+
+
+def _beside_compute(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
+    """The order of a worker whose reductions go on beside compute: one after the other, each after the last backward of
+    any of its layers here; other ops one after the other; O after all of them."""
+    yield from pairwise(op for op in ops if op.kind is not OpKind.A)
+    yield from pairwise(_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
+    for index, op in enumerate(ops):
+        awaited = awaited_here(schedule, ops, index)
+        if awaited is not None:
+            yield awaited, _node(op, schedule)
+
+
+def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
+    """Of an A in a worker's program, where reductions overlap: the last W (or B) before it of any of its layers."""
+    reduced = ops[index]
+    if reduced.kind is not OpKind.A or reduced.slice is None:
+        return None
+    first, end = schedule.layers_of(reduced.slice)
+    for op in (ops[earlier] for earlier in range(index - 1, -1, -1)):
+        if op.kind in (OpKind.W, OpKind.B) and op.slice is not None:
+            low, high = schedule.layers_of(op.slice)
+            if low < end and first < high:
+                return op
+    return None
 
 
 def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:

@@ -98,6 +98,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {seat.worker: seat for seat in self.seats}
 
     @property
+    def overlaps(self) -> bool:
+        """Whether reductions go on beside compute."""
+        return self.times.overlap is True
+
+    @property
     def members(self) -> tuple[Worker, ...]:
         """All live workers, sorted."""
         return tuple(seat.worker for seat in self.seats)
@@ -121,6 +126,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The ops of all live workers, worker by worker."""
         for seat in self.seats:
             yield from place(self.programs[seat.program], seat, self.times)
+
+    def occupying(self, worker: Worker) -> list[Op]:
+        """The ops that occupy a worker's compute, one after the other: all, but A where reductions go on beside."""
+        return [op for op in self.ops(worker) if not (self.overlaps and op.kind is OpKind.A)]
 
     def seconds(self, ticks: int) -> float:
         """Ticks as seconds."""

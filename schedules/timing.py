@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.schedules.graph import Collective, programs_of, topological_order
+from slipstream.schedules.graph import Collective, awaited_here, programs_of, topological_order
 from slipstream.schedules.precedence import OpKey, op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
@@ -37,6 +37,7 @@ class Step(NamedTuple):
     op: Op
     """Of an all-reduce, the longest of its As."""
     workers: tuple[int, ...]
+    """Where reductions overlap, the link of a worker counts as one more, which A occupies, and O besides its own."""
     sources: tuple[tuple[int, int], ...]
     """Steps of other workers, and the ticks that their tensors need."""
 
@@ -106,7 +107,8 @@ def _advance(steps: Sequence[Step], lengths: Sequence[float], tick_seconds: floa
 
 
 def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
-    """All steps of an iteration, each after what it waits for, and the number of workers.
+    """All steps of an iteration, each after what it waits for, and the number of workers; where reductions overlap, the
+    links of these have the numbers beyond.
 
     Raises ValueError where ops wait for each other in a circle.
     """
@@ -115,19 +117,24 @@ def steps_of(schedule: Schedule) -> tuple[list[Step], int]:
     done: dict[OpKey, tuple[int, Worker]] = {}
     members = _members(schedule, programs)
     steps: list[Step] = []
+    links = len(number) if schedule.overlaps else 0
     for node in topological_order(schedule, programs):
         if isinstance(node, Collective):
             reductions = members[node.layers]
+            awaited = [one for one in (awaited_here(schedule, programs[op.worker], programs[op.worker].index(op))
+                                       for op in reductions) if one is not None] if links else []
             steps.append(Step(max(reductions, key=lambda op: op.end_ticks - op.start_ticks),
-                              tuple(number[op.worker] for op in reductions), ()))
+                              tuple(links + number[op.worker] for op in reductions),
+                              tuple((done[op_key(one)][0], 0) for one in awaited)))
             continue
         assert isinstance(node, Op)
         sources: tuple[tuple[int, int], ...] = ()
         if node.kind in COMPUTE_KINDS:
             sources = tuple(_sources(op_key(node), node.worker, schedule, done))
             done[op_key(node)] = (len(steps), node.worker)
-        steps.append(Step(node, (number[node.worker],), sources))
-    return steps, len(number)
+        own = number[node.worker]
+        steps.append(Step(node, (own, links + own) if links and node.kind is OpKind.O else (own,), sources))
+    return steps, len(number) + links
 
 
 def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +26,7 @@ from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
 from slipstream.runtime.coordinator.metrics import Work, record_metrics
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.events import LOSSES, Event
 from slipstream.runtime.failure_domains import find_domains
@@ -35,7 +36,7 @@ from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
 from slipstream.runtime.protocol.setup import FormSpec, Setup
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import LeftBehind
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
 MARKS = "marks.jsonl"
@@ -78,7 +79,7 @@ class NoProcesses:
         return contextlib.nullcontext()
 
 
-def setup_of(schedule: Schedule, nodes: int, domains: tuple, options: argparse.Namespace) -> Setup:
+def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> Setup:
     """What workers are told."""
     grid, placement = schedule.grid, Placement(range(schedule.grid.layer_count + 1))
     return Setup(
@@ -87,7 +88,7 @@ def setup_of(schedule: Schedule, nodes: int, domains: tuple, options: argparse.N
         columns=tuple(tuple(sorted(placement.held_in_column(grid, column))) for column in range(grid.columns)),
         forms=tuple(FormSpec((((1, 4096, 4096), "torch.bfloat16"),)) for _ in placement.cuts),
         failure_domains=domains, loss_scale=1 / grid.total_microbatches, microbatches=grid.microbatches,
-        heartbeat_timeout_seconds=options.heartbeat_timeout, epoch=time.time_ns())
+        heartbeat_timeout_seconds=timeout, epoch=time.time_ns())
 
 
 @contextlib.contextmanager
@@ -106,6 +107,34 @@ def profiled(path: Path | None) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *, behind: Rendezvous | None,
+            timeout: float, scheduler: Scheduler, at_speeds: SchedulerAtSpeeds | None = None,
+            rebalancer: Rebalancer | None = None, faults_per_hour: int = 0,
+            absent: Sequence[Worker] = ()) -> Iterator[EventLoop]:
+    """What leads a run, or goes on where another has died. `timeout`: seconds without a sign of life; `absent`: workers
+    of this node that have died before."""
+    shares = shares_of([seat.worker for seat in first.seats])
+    domains = find_domains(first.grid, shares, 1, ())
+    left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,
+                                                  fork_server=None)
+    losses = None if behind is None else read_losses(folder / LOSSES, 0)
+    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
+    run = Run(schedule=first, scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer,
+              setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares, config=config,
+              secret=SECRET, injections=(), out=folder, behind=left, losses=losses,
+              notify=lambda news: mark("told", text=str(news)[:300]))
+    places = {worker: node for node, share in enumerate(shares) for worker in share}
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, Work(
+            tokens=1, flops=1.0, peak_flops=None), None))
+        loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()),
+                                                 lambda iteration, _: mark("committed", iteration=iteration), metrics))
+        event_log = stack.enter_context(EventLog(folder, both(metrics.observe, mark.event)))
+        yield EventLoop(run, log, loss_file, ProcessManager(
+            local, places, absent=absent, faults_per_hour=faults_per_hour), event_log)
+
+
 def main() -> None:
     """Serve until told to end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,33 +145,16 @@ def main() -> None:
     parser.add_argument("--heartbeat-timeout", type=float, default=5.0)
     parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
-    folder, mark = options.folder, Marks(options.folder)
+    mark = Marks(options.folder)
     job = job_of(options.workers)
-    first = first_schedule(job, folder)
+    first = first_schedule(job, options.folder)
     planner = FailurePlanner(job, first, None if options.table is None else Table.load(options.table))
-    workers = [seat.worker for seat in first.seats]
-    shares = shares_of(workers)
-    domains = find_domains(first.grid, shares, 1, ())
-    behind = None if options.behind is None else LeftBehind(
-        epoch=1, coordinator=Rendezvous(LOOPBACK, options.behind), first_iteration=0, resume=None, fork_server=None)
-    losses = None if behind is None else read_losses(folder / LOSSES, 0)
-    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
-    run = Run(schedule=first, scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
-              setup=setup_of(first, len(shares), domains.domains, options), shares=shares, config=config,
-              secret=SECRET, injections=(), out=folder, behind=behind, losses=losses,
-              notify=lambda news: mark("told", text=str(news)[:300]))
-    places = {worker: node for node, share in enumerate(shares) for worker in share}
-    processes = ProcessManager(cast(NodeProcesses, NoProcesses()), places)
-    with profiled(options.profile), contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, Work(
-            tokens=1, flops=1.0, peak_flops=None), None))
-        loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()), lambda *_: mark("committed"),
-                                                 metrics))
-        event_log = stack.enter_context(EventLog(folder, both(metrics.observe, mark.event)))
-        events = EventLoop(run, log, loss_file, processes, event_log)
-
+    behind = None if options.behind is None else Rendezvous(LOOPBACK, options.behind)
+    with profiled(options.profile), leading(
+            first, options.folder, mark, cast(NodeProcesses, NoProcesses()), behind=behind, scheduler=planner.after,
+            at_speeds=planner.at_speeds, rebalancer=planner, timeout=options.heartbeat_timeout) as events:
         async def serve() -> None:
-            listener, address = listen(None if behind is None else behind.coordinator)
+            listener, address = listen(behind)
             mark("listens", port=address.port, pid=os.getpid(),
                  megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
             await events.serve(listener, StopSignals())

@@ -15,6 +15,9 @@ from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration,
 from slipstream.schedules.precedence import op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
+LINKS = 10**6
+"""Threads from here on are those of workers' links, where reductions go on beside compute."""
+
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
 
@@ -59,7 +62,10 @@ def _names(schedule: Schedule, title: str, programs: Programs, process: Callable
         seat = schedule.seat_of[worker]
         remark = f", holds layers {short(schedule.holds_of(seat))}" if schedule.holds_others(seat) else ""
         yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}{remark}"})
-        yield _metadata("thread_sort_index", pid, tid, {"sort_index": worker.column})
+        yield _metadata("thread_sort_index", pid, tid, {"sort_index": 2 * worker.column})
+        if schedule.overlaps:
+            yield _metadata("thread_name", pid, tid + LINKS, {"name": f"links of {worker}"})
+            yield _metadata("thread_sort_index", pid, tid + LINKS, {"sort_index": 2 * worker.column + 1})
 
 
 def _metadata(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Event:
@@ -76,7 +82,8 @@ def _slice(op: Op, schedule: Schedule, pid: int, tick_seconds: float) -> Event:
     micro = f" {op.pipeline}.{op.microbatch}" if op.microbatch is not None else ""
     if op.slice is not None and not whole:
         micro += f" layers {layers}"
-    return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": op.worker.column + 1,
+    thread = op.worker.column + 1 + (LINKS if schedule.overlaps and op.kind is OpKind.A else 0)
+    return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": thread,
             "ts": begin / 1000, "dur": (end - begin) / 1000,
             "args": {key: value for key, value in args.items() if value is not None}}
 

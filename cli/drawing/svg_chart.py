@@ -44,9 +44,9 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
             points += [f"{place(edge):.1f},{level(value):.1f}" for edge in edges[index:index + 2]]
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         hidden = ' style="display: none"' if line.hidden else ""
-        width = 2.6 if line.thick else 1.4
+        stroke = 2.6 if line.thick else 1.4
         parts.append(f'<polyline class="line"{hidden} data-name="{escape(line.name)}" fill="none" '
-                     f'stroke="{line.colour}" stroke-width="{width}"{dash} points="{" ".join(points)}">'
+                     f'stroke="{line.colour}" stroke-width="{stroke}"{dash} points="{" ".join(points)}">'
                      f"<title>{escape(line.name)}</title></polyline>")
     return "\n".join([*parts, "</svg>"])
 

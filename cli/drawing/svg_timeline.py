@@ -17,6 +17,8 @@ from slipstream.schedules.layers import short
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
+LINK = 4
+"""Height of what goes on beside the ops of a row."""
 """Height of a row, space between rows and between pipelines, in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
@@ -108,8 +110,11 @@ def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Itera
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
     # The line lies inside the op's interval, so that no neighbour covers it.
     left, inside = x + line / 2, max(0.1, width - line)
-    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame,
-               f"<title>{escape(schedule.op_text(op))}</title>")
+    title = f"<title>{escape(schedule.op_text(op))}</title>"
+    if schedule.overlaps and op.kind is OpKind.A:  # beside other ops, on links
+        yield _box(op.kind, left, y + ROW - LINK, inside, LINK, chunk, frame, title)
+        return
+    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame, title)
     if label := _label(op, schedule, "′" * chunk, int(width // CHARACTER)):
         yield f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
 

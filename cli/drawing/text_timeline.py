@@ -115,6 +115,8 @@ def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -
         return Text("╳ down ".ljust(scale.columns, "─"), style="red")
     characters = [" "] * scale.columns
     styles = [""] * scale.columns
+    if schedule.overlaps:  # what goes on beside other ops has no characters
+        ops = [op for op in ops if op.kind is not OpKind.A]
     for before, op in pairwise(ops):
         for column in range(scale.column(before.end_ticks), scale.column(op.start_ticks)):
             characters[column], styles[column] = BUBBLE, "dim"

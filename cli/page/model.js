@@ -37,6 +37,7 @@ class Track {
       this.busy[this.kinds[i]][i + 1] += stored.lengths[i];
       this.foreign[i + 1] = this.foreign[i] + (this.pipelines[i] >= 0 ? 1 : 0);
     }
+    this.links = stored.links ?? []; // from when to when reductions go on beside the ops
     this.first = count ? this.starts[0] : 0;
     this.last = this.ends.reduce((a, b) => Math.max(a, b), 0);
   }

@@ -12,6 +12,8 @@ const ORIGINS = Object.fromEntries(["#56b4e9", "#e69f00", "#009e73", "#f0e442", 
   "#8fb8ff"].map((colour, number) => [`p${number}`, colour]));
 const originOf = (pipeline) => `p${pipeline % Object.keys(ORIGINS).length}`;
 
+const LINK = 4; // height of what goes on beside the ops of a row
+
 /** Rectangles by what they are filled with, so that the canvas changes its style a few times a frame only. */
 class Batch {
   constructor() { this.lists = new Map(); this.texts = []; this.frames = []; }
@@ -59,10 +61,10 @@ function readTheme(colours) {
   const theme = { back: css("--back"), text: css("--text"), faint: css("--faint"), line: css("--line"),
     ink: css("--ink"), idle: css("--idle"), veil: css("--veil"), down: css("--down"), path: css("--path"), follow: css("--follow"),
     head: css("--head") };
-  theme.fills = { ...colours, ...ORIGINS, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000",
+  theme.fills = { ...colours, ...ORIGINS, link: colours.A, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000",
     light: "rgba(255, 255, 255, .4)", held: css("--held"), over: theme.down, room: theme.line,
     hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
-  theme.order = ["idle", ...KINDS, ...Object.keys(ORIGINS), "light", "hatch", "mark", "edge", "held", "over", "room", "down"];
+  theme.order = ["idle", ...KINDS, ...Object.keys(ORIGINS), "light", "hatch", "mark", "edge", "link", "held", "over", "room", "down"];
   return theme;
 }
 
@@ -165,6 +167,10 @@ class Painter {
     this.own = row.seat.rolePipeline;
     while (size < track.count) size *= 2;
     if (track.count) this.descend(row, track, second, y, 0, size);
+    for (const [begin, end] of track.links) {
+      const [at, until] = [Math.max(GUTTER, this.x(begin * second)), Math.min(this.view.width, this.x(end * second))];
+      if (until > at) this.batch.add("link", at, y + row.bar - LINK, until - at, LINK);
+    }
     if (row.memory) this.paintMemory(row, y + row.bar + 2, row.memory);
   }
 

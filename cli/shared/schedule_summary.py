@@ -7,18 +7,15 @@ from slipstream.schedules.schedule import Schedule, Worker, period_ticks
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """The part of the period in which each live worker runs ops."""
-    busy: dict[Worker, int] = dict.fromkeys(schedule.seat_of, 0)
-    for op in schedule.all_ops():
-        busy[op.worker] += op.end_ticks - op.start_ticks
-    return {worker: ticks / (schedule.period_ticks or 1) for worker, ticks in busy.items()}
+    """The part of the period in which each live worker runs ops, but for what goes on beside others."""
+    return {worker: sum(op.end_ticks - op.start_ticks for op in schedule.occupying(worker))
+            / (schedule.period_ticks or 1) for worker in schedule.seat_of}
 
 
 def bubble_share(schedule: Schedule) -> float:
     """The part of the live workers' time, over one period, in which no op runs."""
-    busy = sum(op.end_ticks - op.start_ticks for op in schedule.all_ops())
-    total = schedule.period_ticks * len(schedule.seats)
-    return 1 - busy / total if total else 0.0
+    shares = busy_shares(schedule)
+    return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 
 
 def measured_period(iteration: MeasuredIteration) -> float:

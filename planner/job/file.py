@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.job.megatron import layout_counts
+from slipstream.planner.job.network import Network, read_network
 from slipstream.planner.job.toml_table import JobError as JobError
 from slipstream.planner.job.toml_table import TomlTable, count, number, shortened
 from slipstream.planner.job.topology import Nodes, read_nodes, require_in_grid
@@ -99,6 +100,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Model layers of each virtual stage, where the job says so."""
     layer_values: LayerValues | None = None
     """The `[layers]` table."""
+    network: Network = Network()
+    """The `[network]` table."""
     nodes: Nodes = ()
     """The workers that share a node, and so fail together. Empty where the job does not say."""
     model: Mapping[str, Any] = {}
@@ -157,12 +160,22 @@ def _job(table: TomlTable) -> Job:
     columns, chains, layers = _placement(table.table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
-    time = _times(table.table("time", required=True), virtual, chains, pipelines, stages)
+    times = table.table("time", required=True)
+    measured = [key for key in ("all_reduce", "transfer") if times.has(key)]
+    time = _times(times, virtual, chains, pipelines, stages)
     memory = _memory(table.table("memory"), virtual, chains, (pipelines, stages)) if table.has("memory") else None
     layer_values = None
     if table.has("layers"):
         layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
     nodes = read_nodes(table.table("topology"), pipelines, stages) if table.known("topology") else ()
+    per = "virtual stage" if virtual != stages else "stage"
+    network = read_network(table.table("network"), virtual, chains, per, measured) \
+        if table.known("network") else Network()
+    if network.gradients:
+        time = msgspec.structs.replace(time, all_reduce=tuple(
+            network.all_reduce(size, pipelines * chains) for size in network.gradients))
+    if network.activation is not None:
+        time = msgspec.structs.replace(time, transfer=network.transfer())
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
@@ -170,8 +183,9 @@ def _job(table: TomlTable) -> Job:
     count("training.tensor_parallel", training.get("tensor_parallel", 1), 1, MAX_RANKS)
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
-               columns=columns, chains=chains, layers=layers, layer_values=layer_values, nodes=nodes, model=model,
-               training=training)
+               columns=columns, chains=chains, layers=layers, layer_values=layer_values, network=network, nodes=nodes,
+               model=model, training=training)
+
 
 
 _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {

@@ -5,7 +5,8 @@
     exchange         hands the result of an op to the next one, on the same worker or another
     session          sends, receives, sums; aborts from any thread, and commit points
     transfers        tensors and sums that are on their way
-    backend          gloo, and how process groups are made and aborted
+    backend          how process groups are made and aborted
+    gloo             gloo, which forgets some of those that wait
     nccl             NCCL, whose communicators another thread must abort
     sockets          finds and shuts the connections of gloo
     transport        which of the two a run uses

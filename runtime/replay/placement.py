@@ -25,6 +25,9 @@ class Placement:
 
     def __init__(self, cuts: Sequence[int]) -> None:
         self.cuts = tuple(cuts)
+        self._in_columns: dict[tuple[LayerRange, ...], frozenset[int]] = {}
+        self._in_schedules: dict[frozenset[int], tuple[LayerRange, ...]] = {}
+        """What was asked before: thousands of workers hold what few others do."""
 
     @property
     def layers(self) -> int:
@@ -53,12 +56,19 @@ class Placement:
 
     def held_in_column(self, grid: Grid, column: int) -> frozenset[int]:
         """The layers of a column's stages."""
-        return self._layers(tuple(grid.layers_of(stage) for stage in grid.stages_of(column)))
+        held = grid.held_by_column[column]
+        if held not in self._in_columns:
+            self._in_columns[held] = self._layers(held)
+        return self._in_columns[held]
 
     def in_schedules(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
         """The layers of schedules that layers of the model have whole, as ascending ranges that do not touch."""
-        return joined_ranges((layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
-                             if all(one in layers for one in range(first, end)))
+        key = frozenset(layers)
+        if key not in self._in_schedules:
+            self._in_schedules[key] = joined_ranges(
+                (layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
+                if all(one in key for one in range(first, end)))
+        return self._in_schedules[key]
 
     def stage_of(self, grid: Grid, layer: int) -> int:
         """The first stage that has a layer of the model."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slipstream.runtime.model.layers.worker_group import Backend as RanksBackend
 from slipstream.runtime.model.layers.worker_group import Connection
-from slipstream.runtime.replay.backend import Backend, Gloo, Meeting
+from slipstream.runtime.replay.backend import Backend, Meeting
+from slipstream.runtime.replay.gloo import Gloo
 from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.nccl import Nccl
@@ -250,10 +251,11 @@ class Session:
                 self._lost.append(one)
 
     def close(self) -> None:
-        """Close what was aborted, which may take a while; peers that wait for it are released with an error."""
+        """Close what was aborted, beside all else: it may take a while. Peers that wait for it are released with an
+        error."""
         self.release()
         lost, self._lost = self._lost, []
-        _close(lost)
+        _close_beside(lost)
 
     def send(self, tensor: Tensor, target: Worker, tag: int, own_rank: int = 0) -> Outgoing:
         """Start sending; computing goes on."""
@@ -418,8 +420,7 @@ class Session:
                         self._hold(self._made(one))
             finally:
                 backend.made()
-        if idle:
-            threading.Thread(target=_close, args=(list(idle.values()),), daemon=True, name="closing").start()
+        _close_beside([*idle.values()])
 
     def _agreed(self, wanted: Mapping[str, _Wanted], idle: Mapping[str, _Held]) -> list[str]:
         """The groups that all of their members still have: each says which it could use again.
@@ -502,6 +503,12 @@ def _close(held: list[_Held]) -> None:
         backend.close([one.group for one in held if one.wanted.backend is backend])
     while held:
         held.pop()
+
+
+def _close_beside(held: list[_Held]) -> None:
+    """Close groups in a thread of its own; gloo's end of a group waits for sums that it has forgotten."""
+    if held:
+        threading.Thread(target=_close, args=(held,), daemon=True, name="closing").start()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

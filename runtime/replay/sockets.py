@@ -33,8 +33,9 @@ def sockets_of(sockets: Iterable[socket.socket]) -> Sockets:
     return frozenset((one.fileno(), _identity(one.fileno())) for one in sockets if one.fileno() >= 0)
 
 
-def cut(sockets: Iterable[tuple[int, str]]) -> None:
-    """End the connections; threads that wait on them get an error, here and at the other end."""
+def cut(sockets: Iterable[tuple[int, str]]) -> Sockets:
+    """End the connections; those who wait get an error, here and at the other end. Returns those ended."""
+    ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):
             if _identity(descriptor) != identity:
@@ -42,7 +43,14 @@ def cut(sockets: Iterable[tuple[int, str]]) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo aborts the process when a socket it listens on fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ended.add((descriptor, identity))
                     connection.shutdown(socket.SHUT_RDWR)
+    return frozenset(ended)
+
+
+def still_open(sockets: Sockets) -> bool:
+    """Whether any of them has not been closed yet."""
+    return any(_identity(descriptor) == identity for descriptor, identity in sockets)
 
 
 def _identity(descriptor: int) -> str:

@@ -1,7 +1,8 @@
 """Calls into a process group, by thread, so that a thread that is stuck in one is found and can be left behind.
 
 Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the event loop to turn, and holds
-a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die.
+a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die. Waits
+for what gloo forgets are ended by other means (`runtime.replay.gloo`).
 """
 
 import threading

@@ -37,8 +37,8 @@ def arrays_of(schedule: Schedule) -> Arrays:
     counts = np.bincount([blocks[number] for number in order], minlength=len(set(group_of.values())) + 1)
     works = np.array(list(_works(schedule, ordered)), np.int64)
     release = np.zeros(workers, np.int64)
-    for seat in schedule.seats:
-        release[number_of[seat.worker]] = min(op.start_ticks for op in schedule.programs[seat.program])
+    for seat in schedule.seats:  # and its link, where it has one beside
+        release[number_of[seat.worker]::len(number_of)] = min(op.start_ticks for op in schedule.programs[seat.program])
     return Arrays(
         begin=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         worker=_ints(step.workers[0] for step in ordered),

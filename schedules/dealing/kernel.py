@@ -40,7 +40,7 @@ class Arrays(NamedTuple):
     other_begin: Ints
     """[steps + 1]: of `other`."""
     other: Ints
-    """Workers of a step besides its first."""
+    """Workers of a step besides its first; where reductions overlap, links count as workers."""
     block_of: Ints
     """[names]"""
     release: Ints
@@ -111,7 +111,7 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
     advance(arrays, tail, costs, sample, unit, free, ends)
     before = best = window(arrays, unit, free)
     total = heads.sum()
-    trial = heads.copy()
+    trial, known = heads.copy(), ends.copy()
     for number in range(pairs.shape[0]):
         a, b = pairs[number, 0], pairs[number, 1]
         sample[a], sample[b] = sample[b], sample[a]
@@ -126,9 +126,17 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
         free[:] = trial
         advance(arrays, tail, costs, sample, unit, free, ends)
         found, sum_found = window(arrays, unit, free), trial.sum()
-        if found < best or (found == best and sum_found <= total):
+        better = found < best or (found == best and sum_found <= total)
+        if better:
             best, total = found, sum_found
             heads[:] = trial
         else:
             sample[a], sample[b] = sample[b], sample[a]
+        for turn in range(2):  # the tail may wait for ops of any block
+            block = arrays.block_of[a] if turn == 0 else arrays.block_of[b]
+            for step in range(arrays.begin[block], arrays.begin[block + 1]):
+                if better:
+                    known[step] = ends[step]
+                else:
+                    ends[step] = known[step]
     return before, best

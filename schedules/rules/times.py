@@ -1,6 +1,6 @@
 """Where and when each op runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from slipstream.schedules.graph import require_acyclic
@@ -32,16 +32,32 @@ def hosts(case: Case) -> Iterator[Violation]:
 
 
 def one_at_a_time(case: Case) -> Iterator[Violation]:
-    """A worker runs one op at a time, in the order of its program, from tick 0 on."""
+    """A worker runs one op at a time, in the order of its program, from tick 0 on. Where reductions overlap, it reduces
+    one range at a time, beside other ops, which run one at a time; O waits for both, and a program is by start."""
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
             yield Violation("one-at-a-time", f"{case.text(ops[0])} starts at {case.at(ops[0].start_ticks)}, before the "
                             "iteration", ops[0], worker)
-        for before, op in pairwise(ops):
+        for before, op in _in_turn(ops, overlaps=case.schedule.overlaps):
             if op.start_ticks < before.end_ticks:
                 yield Violation("one-at-a-time", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
                                 f"{case.text(before)}, before it in the program, ends at {case.at(before.end_ticks)}",
                                 op, worker)
+        if case.schedule.overlaps:
+            for before, op in pairwise(ops):
+                if op.start_ticks < before.start_ticks:
+                    yield Violation("one-at-a-time", f"{case.text(op)} starts at {case.at(op.start_ticks)}, but "
+                                    f"{case.text(before)}, before it in the program, at "
+                                    f"{case.at(before.start_ticks)}", op, worker)
+
+
+def _in_turn(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
+    """Pairs of ops of a worker, the second of which may not start before the first has ended."""
+    if not overlaps:
+        yield from pairwise(ops)
+        return
+    yield from pairwise(op for op in ops if op.kind is not OpKind.A)
+    yield from pairwise(op for op in ops if op.kind in (OpKind.A, OpKind.O))
 
 
 def forward_order(case: Case) -> Iterator[Violation]:

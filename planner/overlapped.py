@@ -1,0 +1,357 @@
+"""Reductions beside compute: a plan without them is given its reductions, which occupy links (`[network] overlap`).
+
+A schedule is searched as if reductions took no time: they delay no compute op of the same iteration. Then the last
+micro-batches of each worker take routes of single layers there, so that their W can be done in order of layers, the
+last layers first: the reduction of these begins while W of others is still to be done (DDP's buckets, Li et al., VLDB
+2020, arXiv 2006.15704, where the backward itself is cut, and not its order). Ops keep their worker and their order but
+for these W. How many micro-batches are cut so is tried.
+
+What cannot be hidden is the reduction of the layers whose W is last: `bounding_problem` has bounds count it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from slipstream.planner.bound import Bound
+from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
+from slipstream.planner.job.network import Network
+from slipstream.planner.model.problem import Problem
+from slipstream.planner.options import PlanOptions
+from slipstream.schedules.check import check
+from slipstream.schedules.precedence import OpKey, waits
+from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.schedule import period_ticks as window_ticks
+
+CUT = (1, 2, 3, 4, 6, 8, 12)
+"""Micro-batches of each worker that are cut, the last ones; the number with the shortest period counts."""
+FEW = (2, 6)
+LARGE = 200_000
+"""Of so many ops, only the middle of these is tried."""
+ROUNDED = 1e-5
+"""Where ticks of a plan are finer than those that its bound is proven in, times are rounded otherwise."""
+PIECES = (32, 8, 4, 2)
+"""Into which layers that are reduced together are divided at most; but the first, where each piece has a latency."""
+
+FINAL = (OpKind.W, OpKind.B)
+
+
+def overlaps(job: Job) -> bool:
+    """Whether reductions are to be planned beside compute, and take time."""
+    return job.network.overlap and any(job.time.all_reduce)
+
+
+def without_reductions(job: Job) -> Job:
+    """The job as if reductions took no time."""
+    return replace(job, network=Network(), time=replace(job.time, all_reduce=(0.0,) * len(job.time.all_reduce)))
+
+
+def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
+    """The problem that bounds are proven for: any live holder of a stage may run any micro-batch, whole or cut. Raises
+    NoPlanError."""
+    if not overlaps(job):
+        return options.shared_problem(job, failed)
+    return _with_exposed(options.shared_problem(without_reductions(job), failed), job)
+
+
+def _with_exposed(problem: Problem, job: Job) -> Problem:
+    """A problem of whole stages without reductions, in which each worker reduces the one of its layers that takes the
+    least: after its last compute op, which is a W, at least that remains. So a bound for this problem is one for the
+    job, where it counts how micro-batches may be cut."""
+    ticks = [round(seconds / problem.tick_seconds) for seconds in job.time.all_reduce]
+    grid = problem.grid
+    if job.layers is not None and all(job.layers):
+        seconds = _Reductions(job)
+        ticks = [min(int(seconds.of((layer, layer + 1)) / exact(problem.tick_seconds))
+                     for layer in range(*grid.layers_of(stage))) for stage in range(len(grid.stages))]
+    return replace(problem, times=replace(problem.times, all_reduce=least_of_columns(grid, ticks)))
+
+
+def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
+    """Ticks by stage: of each column, those of the stage with the least; of its other stages, none."""
+    found = [0] * len(ticks)
+    for column in range(grid.columns):
+        least = min(grid.stages_of(column), key=lambda stage: ticks[stage])
+        found[least] = ticks[least]
+    return tuple(found)
+
+
+def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float) -> Schedule:
+    """The schedule of a job without reductions, with those of the job: the shortest that is found.
+
+    `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds.
+    """
+    ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
+    best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1])
+    ticks = int(exact(tick_seconds) * bound.ticks / exact(schedule.tick_seconds))
+    assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
+    return best.with_bound(min(ticks, best.period_ticks), bound.scope)
+
+
+def period_beside(schedule: Schedule, job: Job) -> float:
+    """Seconds of about the same, for those who ask for hundreds of periods: fewer ways to cut are tried."""
+    return schedule.seconds(_best(schedule, job, FEW).period_ticks)
+
+
+def _best(schedule: Schedule, job: Job, counts: Sequence[int]) -> Schedule:
+    """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest."""
+    costs = layer_costs(job) if all(job.layers or (1,)) else None
+    best: Schedule | None = None
+    sizes = PIECES if job.network.latency else PIECES[:1]
+    for count, pieces in ((0, 1), *product(counts if costs is not None else (), sizes)):
+        made = _Overlapped(schedule, job, costs, count, pieces).schedule()
+        if (best is None or made.period_ticks < best.period_ticks) and not check(made):
+            best = made
+    assert best is not None, "a schedule whose reductions come last is one"
+    return best
+
+
+class _Reductions:
+    """What reductions of ranges of layers take: what the least takes, and the layers' shares of the rest."""
+
+    def __init__(self, job: Job) -> None:
+        least = exact(job.network.least(job.pipelines * job.chains))
+        costs, ends = layer_costs(job), [*accumulate(job.layers or (1,) * job.depth, initial=0)]
+        self._least = min([least, *(exact(one) for one in job.time.all_reduce if one)])
+        self._beyond = [layer * (1 - self._least / exact(whole)) if whole else layer
+                        for (first, end), whole in zip(pairwise(ends), job.time.all_reduce, strict=False)
+                        for layer in costs.all_reduce[first:end]]
+
+    def of(self, layers: LayerRange) -> Fraction:
+        """Seconds."""
+        beyond = sum(self._beyond[slice(*layers)], Fraction(0))
+        return self._least + beyond if beyond else beyond
+
+
+class _Parts(NamedTuple):
+    """A worker's program as it is cut: its compute ops in order, and what it reduces, each range with its number."""
+
+    ops: list[ProgramOp]
+    reduced: list[LayerRange]
+
+
+class _Overlapped:
+    """A schedule whose workers cut the last `count` micro-batches that they run, and each range that is reduced into so
+    many `pieces` at most."""
+
+    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int, pieces: int) -> None:
+        self._old, self._costs, self._count = schedule, costs, count
+        self._job = job
+        self._layers = list(schedule.layers_by_slice)
+        self._number = {layers: number for number, layers in reversed(list(enumerate(self._layers)))}
+        self._forward, self._inputs, self._weights = (
+            list(one) for one in (schedule.times.forward, schedule.times.backward_input,
+                                  schedule.times.backward_weight))
+        memory = schedule.memory
+        self._activation, self._stash = ([], []) if memory is None else (
+            list(memory.activation), list(memory.weight_stash))
+        self._pieces = pieces
+        self._within: dict[LayerRange, list[LayerRange]] = {}
+
+    def schedule(self) -> Schedule:
+        """It, without a bound."""
+        old = self._old
+        parts = [self._divided(program) for program in old.programs]
+        reductions = sorted({layers for one in parts for layers in one.reduced})
+        for layers in reductions:
+            self._known(layers)
+        times = replace(old.times, forward=tuple(self._forward), backward_input=tuple(self._inputs),
+                        backward_weight=tuple(self._weights), overlap=True,
+                        all_reduce=self._reduction_ticks())
+        memory = old.memory
+        if memory is not None:
+            memory = replace(memory, activation=tuple(self._activation), weight_stash=tuple(self._stash))
+        made = replace(old, slices=tuple(self._layers[len(old.grid.stages):]), times=times, memory=memory)
+        return _timed(made, parts, self._number)
+
+    def _reduction_ticks(self) -> tuple[int, ...]:
+        """By slice."""
+        tick, stages = exact(self._old.tick_seconds), self._job.time.all_reduce
+        if self._costs is None:
+            return tuple(round(exact(seconds) / tick) for seconds in stages)
+        seconds = _Reductions(self._job)
+        return (*(round(exact(one) / tick) for one in stages),
+                *(round(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
+
+    def _divided(self, program: Program) -> _Parts:
+        """A program with its last micro-batches cut."""
+        reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
+        if not self._count:
+            return _Parts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
+        pieces = sorted(piece for layers in reduced for piece in self._cut(layers))
+        edges = sorted({edge for piece in pieces for edge in piece})
+        finals = [op for op in program if op.kind in FINAL]
+        chosen = {(op.slice, op.microbatch, op.pipeline) for op in finals[-self._count:]}
+        ops: list[ProgramOp] = []
+        waiting: list[tuple[int, int, ProgramOp]] = []
+        for op in program:
+            unit = op.slice, op.microbatch, op.pipeline
+            if op.kind in (OpKind.A, OpKind.O) or op.slice is None:
+                continue
+            if unit not in chosen:
+                ops.append(op)
+                continue
+            cut = [replace(op, slice=number) for number in self._pieces_of(op.slice, edges)]
+            if op.kind is OpKind.F:
+                ops += cut
+            elif op.kind is OpKind.W:
+                waiting.sort(key=lambda one: one[:2])
+                ops += [waiting.pop(0)[2] for _ in cut]
+            else:
+                ops += reversed(cut)
+                if op.kind is OpKind.I:  # from now on, their W may be done
+                    waiting += [(-self._layers[one.slice or 0][0], len(ops) + place, replace(one, kind=OpKind.W))
+                                for place, one in enumerate(reversed(cut))]
+        return _Parts(ops, pieces)
+
+    def _cut(self, layers: LayerRange) -> list[LayerRange]:
+        """Layers that are reduced together, as ranges that are reduced one after the other."""
+        first, end = layers
+        count = min(self._pieces, end - first)
+        edges = [first + (end - first) * piece // count for piece in range(count + 1)]
+        return list(pairwise(edges))
+
+    def _pieces_of(self, slice_: int, edges: Sequence[int]) -> list[int]:
+        """The numbers of the slices that a slice is cut into."""
+        layers = self._layers[slice_]
+        if layers not in self._within:
+            first, end = layers
+            inner = [first, *(edge for edge in edges if first < edge < end), end]
+            self._within[layers] = list(pairwise(inner))
+            if len(inner) > 2:
+                self._add(slice_, self._within[layers])
+        return [self._number[piece] for piece in self._within[layers]]
+
+    def _add(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
+        """Slices beside those that there are, with what they take of a slice; of two, the more."""
+        costs = self._costs
+        assert costs is not None
+        for values, by_layer in ((self._forward, costs.forward), (self._inputs, costs.backward_input),
+                                 (self._weights, costs.backward_weight), (self._activation, costs.activation),
+                                 (self._stash, costs.weight_stash)):
+            if not values:
+                continue
+            parts = [sum(by_layer[slice(*piece)]) for piece in pieces]
+            whole = sum(parts)
+            ends = [round(values[slice_] * one / whole) if whole else 0 for one in accumulate(parts, initial=0)]
+            for piece, (begin, end) in zip(pieces, pairwise(ends), strict=True):
+                number = self._known(piece)
+                if number >= len(self._old.layers_by_slice):
+                    values[number] = max(values[number], end - begin)
+
+    def _known(self, layers: LayerRange) -> int:
+        if layers not in self._number:
+            self._number[layers] = len(self._layers)
+            self._layers.append(layers)
+            for values in (self._forward, self._inputs, self._weights, self._activation, self._stash):
+                if values or values is self._forward:
+                    values.append(0)
+        return self._number[layers]
+
+
+# --- Start times ------------------------------------------------------------------------------------------------------
+
+
+def _timed(schedule: Schedule, parts: Sequence[_Parts], number: Mapping[LayerRange, int]) -> Schedule:
+    """Every op as early as the order allows; workers begin when they did. Reductions follow the last W of their layers
+    as soon as the links of all that hold these are free, the ones that can begin first before others."""
+    begins = _compute_begins(schedule, parts)
+    ends: dict[Worker, int] = {}
+    ready: dict[LayerRange, int] = defaultdict(int)
+    holders: dict[LayerRange, list[Worker]] = defaultdict(list)
+    last_of_slice: dict[int, int] = defaultdict(int)
+    for seat in schedule.seats:
+        starts, worker = begins[seat.worker], seat.worker
+        ends[worker] = 0
+        for op, start in zip(parts[seat.program].ops, starts, strict=True):
+            assert op.slice is not None
+            ends[worker] = end = start + schedule.times.duration_ticks(op.kind, op.slice, worker)
+            if op.kind in FINAL:
+                last_of_slice[op.slice] = max(last_of_slice[op.slice], end)
+        for layers in parts[seat.program].reduced:
+            holders[layers].append(worker)
+    for slice_, end in last_of_slice.items():
+        low, high = schedule.layers_of(slice_)
+        for layers in holders:
+            if layers[0] < high and low < layers[1]:
+                ready[layers] = max(ready[layers], end)
+    links = dict.fromkeys(begins, 0)
+    closing: dict[Worker, list[ProgramOp]] = defaultdict(list)
+    for layers in sorted(holders, key=lambda one: (ready[one], -one[0])):
+        begin = max(ready[layers], *(links[worker] for worker in holders[layers]))
+        for worker in holders[layers]:
+            closing[worker].append(ProgramOp(OpKind.A, number[layers], None, begin))
+            links[worker] = begin + schedule.times.all_reduce[number[layers]]
+    last = max(ends.values()) if schedule.optimizer == "synchronous" else 0
+    programs: dict[Program, int] = {}
+    seats: list[Seat] = []
+    for seat in schedule.seats:
+        worker = seat.worker
+        body = [replace(op, start_ticks=start)
+                for op, start in zip(parts[seat.program].ops, begins[worker], strict=True)]
+        merged = sorted([*body, *closing[worker]], key=lambda op: (op.start_ticks, op.kind is OpKind.A))
+        step = ProgramOp(OpKind.O, None, None, max(ends[worker], links[worker], last))
+        seats.append(replace(seat, program=programs.setdefault((*merged, step), len(programs))))
+    made = replace(schedule, seats=tuple(seats), programs=tuple(programs))
+    period = window_ticks(made.all_ops())
+    if schedule.optimizer == "synchronous":
+        ops = list(made.all_ops())
+        period = max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
+    return replace(made, period_ticks=period, lower_bound_ticks=0, status="feasible")
+
+
+def _compute_begins(schedule: Schedule, parts: Sequence[_Parts]) -> dict[Worker, list[int]]:
+    """When the compute ops of each worker begin."""
+    paths = _paths(schedule, parts)
+    times, transfer = schedule.times, schedule.times.transfer
+    done: dict[OpKey, tuple[int, Worker]] = {}
+    begins: dict[Worker, list[int]] = {}
+    free: dict[Worker, int] = {}
+    waiting: dict[OpKey, list[Worker]] = defaultdict(list)
+    seat_of = schedule.seat_of
+    for seat in schedule.seats:
+        old = schedule.programs[seat.program]
+        begins[seat.worker], free[seat.worker] = [], min((op.start_ticks for op in old), default=0)
+    todo = list(begins)
+    while todo:
+        worker = todo.pop()
+        seat = seat_of[worker]
+        ops, mine = parts[seat.program].ops, begins[worker]
+        while len(mine) < len(ops):
+            op = ops[len(mine)]
+            assert op.slice is not None and op.microbatch is not None
+            pipeline = seat.role.pipeline if op.pipeline is None else op.pipeline
+            key = op.kind, op.slice, pipeline, op.microbatch
+            start = free[worker]
+            lacking = None
+            for awaited, rule in waits(key, paths[pipeline, op.microbatch]):
+                if awaited not in done:
+                    lacking = awaited
+                    break
+                end, by = done[awaited]
+                start = max(start, end + (transfer if rule.tensor and by != worker else 0))
+            if lacking is not None:
+                waiting[lacking].append(worker)
+                break
+            mine.append(start)
+            free[worker] = start + times.duration_ticks(op.kind, op.slice, worker)
+            done[key] = free[worker], worker
+            todo += waiting.pop(key, ())
+    return begins
+
+
+def _paths(schedule: Schedule, parts: Sequence[_Parts]) -> Mapping[tuple[int, int], Sequence[int]]:
+    """The slices that each micro-batch passes."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for seat in schedule.seats:
+        for op in parts[seat.program].ops:
+            if op.kind is OpKind.F:
+                assert op.slice is not None and op.microbatch is not None
+                found[seat.role.pipeline if op.pipeline is None else op.pipeline, op.microbatch].append(op.slice)
+    return {one: sorted(slices, key=lambda slice_: (schedule.layers_of(slice_), slice_))
+            for one, slices in found.items()}

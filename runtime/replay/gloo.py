@@ -1,0 +1,221 @@
+"""Gloo behind a session: process groups over host memory, whose waits any thread can end."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+from typing import Any, cast
+
+from torch.distributed import Work
+
+from slipstream.runtime.replay.backend import Meeting
+from slipstream.runtime.replay.sockets import Sockets, cut, open_sockets, still_open
+from slipstream.runtime.replay.transfers import TIMEOUT
+from slipstream.runtime.torch_private import GlooDevice, Group, gloo_devices, gloo_group
+
+CLOSING_SECONDS = 0.5
+"""Gloo closes a connection that was shut within milliseconds, or never, where its own thread is stuck."""
+LOOK_SECONDS = 0.0005
+"""From one look at connections that are to close to the next."""
+
+
+class Waits:
+    """Waits for what is under way in some groups, until `end`.
+
+    When a connection breaks, gloo tells those that wait for transfers which it has not begun. It forgets those that
+    are half written or half read, or were just about to be written: they wait until their time is over. So each wait
+    in gloo is left to a thread that does nothing else, and who needs the result waits for that thread, or for `end`.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Waiter] = []
+        self._open: set[_Wait] = set()
+        self._ended = False
+        self._closing: Callable[[], bool] = lambda: False
+        self._lock = threading.Lock()
+        """Either `end` knows a wait, or that knows of the end."""
+
+    def wait(self, work: Work) -> None:
+        """Returns when it is done. Raises RuntimeError."""
+        one = _Wait(work)
+        with self._lock:
+            if not self._ended:
+                self._open.add(one)
+            waiter = self._idle.pop() if self._idle else _Waiter()
+        waiter.queue.put(one)
+        if not self._ended:
+            one.released.acquire()
+        if not one.over:
+            self._wait_for_closing(one)
+        with self._lock:
+            self._open.discard(one)
+            if one.over and not self._ended:
+                self._idle.append(waiter)
+            else:
+                waiter.queue.put(None)
+        if one.error is not None:
+            raise one.error
+        if not one.over:
+            raise RuntimeError("its connections were shut")
+
+    def end(self, closing: Callable[[], bool]) -> None:
+        """Nobody waits any more once all connections are closed: `closing` says whether any is not."""
+        with self._lock:
+            self._closing, self._ended = closing, True
+            waits, self._open = self._open, set()
+        for one in waits:
+            one.release()
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for waiter in idle:
+            waiter.queue.put(None)
+
+    def _wait_for_closing(self, one: "_Wait") -> None:
+        """Until then, what arrives may still be written where the wait's owner goes on."""
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while not one.over and self._closing() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+
+class _Wait:
+    """For one transfer or sum."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.over = False
+        self.error: RuntimeError | None = None
+        self.released = threading.Lock()
+        self.released.acquire()
+
+    def release(self) -> None:
+        """Let its owner go on: it is over, or all waits are to end."""
+        with contextlib.suppress(RuntimeError):  # the other has done so
+            self.released.release()
+
+
+class _Waiter:
+    """A thread that waits for one after the other."""
+
+    def __init__(self) -> None:
+        self.queue = SimpleQueue[_Wait | None]()
+        threading.Thread(target=self._run, daemon=True, name="waiting for gloo").start()
+
+    def _run(self) -> None:
+        while (one := self.queue.get()) is not None:
+            try:
+                one.work.wait()
+            except RuntimeError as error:
+                one.error = error
+            one.over = True
+            one.release()
+            del one
+
+
+class GlooWork:
+    """Something under way in a group."""
+
+    def __init__(self, work: Work, waits: Waits) -> None:
+        self._work = work
+        self._waits = waits
+
+    def wait(self) -> None:
+        """Returns when it is done. Raises RuntimeError."""
+        self._waits.wait(self._work)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns at once; sums only."""
+        return bool(self._work.is_completed())
+
+
+class GlooGroup:
+    """A process group over gloo."""
+
+    def __init__(self, group: Group, waits: Waits) -> None:
+        self._group = group
+        self._waits = waits
+
+    def __getattr__(self, name: str) -> Callable[..., Work]:
+        call, waits = cast(Callable[..., Work], getattr(self._group, name)), self._waits
+
+        def begin(*arguments: Any) -> Work:
+            return cast(Work, GlooWork(call(*arguments), waits))
+
+        setattr(self, name, begin)
+        return begin
+
+
+class Gloo:
+    """Gloo lets go of a blocked transfer when its connection closes, and by no call of its own: `abort` shuts the
+    sockets that were opened while groups were made, whichever groups are meant, and ends the waits that gloo forgets.
+
+    Groups share a listening socket and its thread. Those that are made after an abort get others: gloo may be stuck
+    (`runtime.replay.stuck_calls`).
+    """
+
+    ordered = False
+
+    def __init__(self) -> None:
+        self._devices: list[GlooDevice] = []
+        self._waits = Waits()
+        """In the groups that share these devices."""
+        self._spared: Callable[[], Sockets] = frozenset
+        self._before: Sockets | None = None
+        """What was open when groups began to be made; None while none are."""
+        self._sockets: Sockets = frozenset()
+        self._alive: set[int] = set()
+        """The identities of groups that were not aborted."""
+        self._aborts = 0
+
+    def begin(self, spared: Callable[[], Sockets]) -> None:
+        """See `Backend`."""
+        self._spared, self._before = spared, open_sockets()
+        if not self._devices:
+            self._sockets = frozenset()
+
+    def group(self, meeting: Meeting) -> Group:
+        """See `Backend`."""
+        aborts, waits = self._aborts, self._waits
+        self._devices = self._devices or gloo_devices()
+        group = cast(Group, GlooGroup(
+            gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._devices), waits))
+        if aborts == self._aborts:
+            self._alive.add(id(group))
+        return group
+
+    def made(self) -> None:
+        """See `Backend`."""
+        if self._before is not None:
+            self._sockets, self._before = self._sockets | (open_sockets() - self._before), None
+
+    def reuse(self, group: Group) -> None:
+        """Nothing is to be done."""
+
+    def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
+        """See `Backend`."""
+        self._aborts += 1
+        waits, self._waits = self._waits, Waits()
+        self._devices, self._alive = [], set()
+        shut = self.cut()
+        waits.end(lambda: still_open(shut))
+        waits.close()
+
+    def cut(self) -> Sockets:
+        """Break the connections, as a network may: these."""
+        before = self._before
+        return cut((self._sockets if before is None else self._sockets | (open_sockets() - before)) - self._spared())
+
+    def lost(self, group: Group) -> str | None:
+        """See `Backend`."""
+        return None if id(group) in self._alive else "its connections were shut"
+
+    def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
+        """It is once their sockets are shut."""
+        return True
+
+    def close(self, groups: Collection[Group]) -> None:
+        """Connections close when the last reference to a group is gone."""
+        self._alive -= {id(group) for group in groups}

@@ -1,0 +1,191 @@
+"""Reductions beside compute: plans of jobs with `[network] overlap`."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from slipstream.cli.drawing.perfetto import perfetto_trace
+from slipstream.cli.drawing.svg_timeline import LINK, drawing
+from slipstream.cli.shared.schedule_summary import busy_shares
+from slipstream.cli.timeline_page import Shown, timeline_data
+from slipstream.planner.claims import proven_bound
+from slipstream.planner.job.file import JobError, parse_job
+from slipstream.planner.job.network import Network
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.overlapped import overlaps, without_reductions
+from slipstream.planner.periods import Periods
+from slipstream.planner.plan import plan_job, plan_only
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.dealing import Dealer
+from slipstream.schedules.schedule import OpKind, Scope, Worker
+from slipstream.schedules.timing import Noise, replay
+from tests.jobs import any_jobs, jobs
+
+JOB = """
+name = "overlap"
+pipelines = 2
+stages = 2
+microbatches = 4
+[placement]
+layers = [4, 4]
+[time]
+forward = 4
+backward_input = 4
+backward_weight = 4
+optimizer = 1
+all_reduce = 4
+[network]
+overlap = true
+"""
+
+
+def planned(job, failed=(), **options):
+    return plan_job(job, failed, **{"method": "greedy", "steps": 200, **options}).schedule
+
+
+@given(jobs() | any_jobs(), st.data())
+def test_any_job_has_a_plan_that_is_no_shorter_than_without_reductions(job, data):
+    """The checker has passed it. It is replayed as planned, dealt to, read and written."""
+    job = replace(job, network=Network(overlap=True, latency=data.draw(st.sampled_from([0.0, 0.0, 0.1]))))
+    failed = data.draw(st.sampled_from([(), (Worker(0, 0),), (Worker(job.pipelines - 1, job.stages - 1),)]))
+    how = data.draw(st.sampled_from([{}, {"optimizer": "synchronous"}, {"backward": "fused"}, {"layers": "move"}]))
+    options = PlanOptions(**{"method": "greedy", "steps": 200, **how})
+    try:
+        schedule = plan_only(options, job, failed).schedule
+        none = plan_only(options, without_reductions(job), failed).schedule
+    except (NoPlanError, JobError):
+        return
+    assert check(schedule) == []
+    assert schedule.overlaps == any(job.time.all_reduce)
+    assert schedule.seconds(schedule.period_ticks) >= none.seconds(none.lower_bound_ticks) * (1 - 1e-6)
+    assert decode(encode(schedule)) == schedule
+    if schedule.scope is not Scope.LAYERS:
+        assert proven_bound(schedule).ticks <= schedule.period_ticks
+    if schedule.optimizer == "staggered":
+        period = schedule.seconds(schedule.period_ticks)
+        assert replay(schedule, Noise(), replays=1)[0] <= period * (1 + 1e-9)
+        samples = schedule.grid.total_microbatches
+        dealer = Dealer(schedule)
+        even = dealer.seconds([np.ones((samples, 3))] * 3, [np.arange(samples)] * 3)
+        assert max(even[1:]) <= period * (1 + 1e-6)
+
+
+@given(jobs() | any_jobs())
+def test_jobs_that_do_not_overlap_are_planned_as_before(job):
+    try:
+        assert planned(job) == planned(replace(job, network=Network(overlap=not any(job.time.all_reduce))))
+    except NoPlanError:
+        return
+
+
+def test_layers_are_reduced_while_others_compute():
+    """Of 4 ticks a stage, one layer's 1 remains after the last W: proven to be the least."""
+    schedule = planned(parse_job(JOB))
+    none = planned(without_reductions(parse_job(JOB)))
+    assert schedule.seconds(schedule.period_ticks) == none.seconds(none.period_ticks) + 1
+    assert proven_bound(schedule).ticks == schedule.lower_bound_ticks
+    assert schedule.status == "optimal" and schedule.lower_bound_ticks == schedule.period_ticks
+    beside = [op for op in schedule.all_ops() if op.kind is OpKind.A and any(
+        other.kind is OpKind.W and other.worker == op.worker and other.start_ticks < op.end_ticks
+        and op.start_ticks < other.end_ticks for other in schedule.all_ops())]
+    assert len(beside) == 4 * 3
+
+
+def test_without_layers_a_stage_is_reduced_as_a_whole():
+    text = JOB.replace("[placement]\nlayers = [4, 4]\n", "")
+    none = planned(without_reductions(parse_job(text)))
+    schedule = planned(parse_job(text))
+    assert schedule.seconds(schedule.period_ticks) == none.seconds(none.period_ticks) + 4
+
+
+def moved(schedule, wanted, ticks):
+    """The schedule with the first op that is wanted, of its first worker, so many ticks later."""
+    seat = schedule.seats[0]
+    program = list(schedule.programs[seat.program])
+    index = next(index for index, op in enumerate(program) if wanted(op))
+    program[index] = replace(program[index], start_ticks=program[index].start_ticks + ticks)
+    program.sort(key=lambda op: (op.kind is OpKind.O, op.start_ticks))
+    programs = (*schedule.programs, tuple(program))
+    return replace(schedule, programs=programs,
+                   seats=(replace(seat, program=len(programs) - 1), *schedule.seats[1:]))
+
+
+@pytest.mark.parametrize(("kind", "ticks", "says"), [
+    (OpKind.A, -1, "all-reduce"), (OpKind.A, 1, "all-reduce"), (OpKind.O, -1, "one-at-a-time")])
+def test_the_checker_refuses_reductions_at_other_times(kind, ticks, says):
+    wrong = moved(planned(parse_job(JOB)), lambda op: op.kind is kind, ticks)
+    assert says in {one.rule for one in check(wrong)}
+
+
+def test_one_reduction_at_a_time_on_a_link():
+    """Two that go on at the same time are refused, and neither is where they do not overlap compute."""
+    schedule = planned(parse_job(JOB))
+    reductions = [op for op in schedule.ops(Worker(0, 0)) if op.kind is OpKind.A]
+    assert all(before.end_ticks <= op.start_ticks for before, op in itertools.pairwise(reductions))
+    longer = replace(schedule, times=replace(
+        schedule.times, all_reduce=tuple(9 * ticks for ticks in schedule.times.all_reduce)))
+    assert any("before it in the program" in one.message and "A(" in one.message for one in check(longer))
+    blocking = replace(schedule, times=replace(schedule.times, overlap=False))
+    assert any(one.rule == "one-at-a-time" for one in check(blocking))
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ("overlap = 1", "network.overlap is 1; expected true or false"), ("speed = 3", "speed"),
+    ("bandwidth = 0", "network.bandwidth is 0; expected bytes a second, more than 0"), ("latency = -1", "latency"),
+    ("activation = 5", "network.activation is given without network.bandwidth"),
+    ("bandwidth = 5\ngradients = 5", "network.gradients and time.all_reduce are both given; expected one of them")])
+def test_what_is_no_network_is_refused(given, says):
+    with pytest.raises(JobError, match=says):
+        parse_job(JOB.replace("overlap = true", given))
+
+
+def test_a_file_says_that_reductions_overlap_only_where_they_do():
+    assert b"overlap" in encode(planned(parse_job(JOB))).replace(b'"overlap",', b"")
+    assert b'"overlap":' not in encode(planned(parse_job(JOB.replace("overlap = true", "overlap = false"))))
+
+
+def test_times_follow_from_bytes_bandwidth_and_latency():
+    """A ring of two workers: twice the latency, and each sends all bytes once."""
+    text = JOB.replace("all_reduce = 4\n", "").replace(
+        "overlap = true", "bandwidth = 100\nlatency = 0.25\ngradients = [200, 400]\nactivation = 10")
+    job = parse_job(text)
+    assert job.time.all_reduce == (2.5, 4.5) and job.time.transfer == 0.35
+    assert not overlaps(job) and overlaps(parse_job(text + "\noverlap = true"))
+
+
+def test_few_reductions_where_each_takes_long():
+    """Each of a stage takes 3.2 s of its 4 s however little it reduces: two in place of four."""
+    def ranges(latency):
+        schedule = planned(parse_job(JOB.replace("overlap = true", f"overlap = true\nlatency = {latency}")))
+        return len({op.slice for op in schedule.all_ops() if op.kind is OpKind.A})
+
+    assert ranges(0) == 8 and ranges(1.6) < 8
+
+
+def test_pictures_show_reductions_beside_other_ops():
+    schedule = planned(parse_job(JOB))
+    events = json.loads(perfetto_trace(schedule))["traceEvents"]
+    links = {(one["pid"], one["tid"]) for one in events if one["name"].startswith("A")}
+    assert links == {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"
+                     and one["args"]["name"].startswith("links of ")} and len(links) == 4
+    reductions = sum(op.kind is OpKind.A for op in schedule.all_ops())
+    assert drawing(schedule).decode().count(f'height="{LINK}"') == reductions
+    tracks = timeline_data([Shown("plan", schedule)])["panels"][0]["tracks"]
+    assert all(len(track["links"]) == 4 and "A" not in track["kinds"] for track in tracks)
+    assert all(share <= 1 for share in busy_shares(schedule).values())
+
+
+def test_periods_that_simulations_ask_for_count_what_remains():
+    options = PlanOptions(method="greedy", steps=0, slices=False).within(0.1)
+    overlapped, blocking = (Periods(parse_job(text), options) for text in (JOB, JOB.replace("true", "false")))
+    schedule = planned(parse_job(JOB))
+    assert overlapped.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks)
+    assert blocking.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks) + 3
+    assert overlapped.one_f_one_b(4) < blocking.one_f_one_b(4)

@@ -1,0 +1,39 @@
+"""The short form of `python -m benchmarks.scale.chaos`: nodes and workers fail in virtual time, and all come back."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.scale import chaos
+from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
+from slipstream.runtime.coordinator.take_over import TakeOver
+
+WORKERS, FAULTS = 64, 25
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(seed, tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos, "FAULTS", chaos.FAULTS | {"node 0": 15, "rack": 8})
+    found = chaos.chaos(WORKERS, FAULTS, seed, tmp_path)
+    assert found["deaths"] > FAULTS and found["orders"] > 10 and found["undone"] and found["node 0"]
+    assert found["longest"] < chaos.PATIENCE
+
+
+def test_one_that_gives_up_who_lives_is_found_out(tmp_path, monkeypatch):
+    silent = HeartbeatMonitor.silent
+    monkeypatch.setattr(HeartbeatMonitor, "silent", lambda monitor, share: silent(monitor, 0.1 * share))
+    with pytest.raises(chaos.BrokenError, match="although it lives"):
+        chaos.chaos(WORKERS, FAULTS, 0, tmp_path)
+
+
+def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
+    found = TakeOver.found
+
+    def forgets(one):
+        known = found(one)
+        return replace(known, committed=known.committed - 1)
+
+    monkeypatch.setattr(TakeOver, "found", forgets)
+    monkeypatch.setattr(chaos, "FAULTS", {"node 0": 1})
+    with pytest.raises(chaos.BrokenError, match=r"is committed after|has stepped|losses"):
+        chaos.chaos(WORKERS, 4, 0, tmp_path)
