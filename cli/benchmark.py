@@ -150,8 +150,8 @@ def _print(report: Report) -> None:
                   "processors", style="dim", soft_wrap=True)
     out.print(summary(report.cases), soft_wrap=True)
     for one in report.published:
-        out.print(f"{one.policy}, {one.what}: published {one.published:.4g}, simulated {one.simulated:.4g}, "
-                  f"{one.off:+.1%}", style="dim", soft_wrap=True)
+        policy, what, there, here, off = one.cells
+        out.print(f"{policy}, {what}: published {there}, simulated {here}, {off}", style="dim", soft_wrap=True)
     for other in report.returned:
         out.print(f"{other.case}: {other.policy} lacks {shown(other.missing)} of the time; slipstream brings back "
                   f"{shown(other.back)}; of its own fault-free throughput it keeps {shown(other.kept)} more",

@@ -13,6 +13,7 @@ from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import importing
 from slipstream.planner.job.file import Job, placement_table
+from slipstream.planner.job.network import network_table
 from slipstream.planner.job.topology import topology_table
 from slipstream.planner.job.writer import job_text, rounded
 from slipstream.schedules.dealing import Fit, fit
@@ -124,6 +125,8 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement_table(job):
         tables["placement"] = laid_out
+    if links := network_table(job.network):
+        tables["network"] = links
     if shared := topology_table(job.nodes, job.pipelines, job.stages):
         tables["topology"] = shared
     return tables

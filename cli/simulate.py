@@ -14,8 +14,8 @@ from rich.table import Table as Grid
 
 from slipstream.cli.drawing.simulation_report import (
     described,
+    digits,
     page,
-    seconds,
     tokens_per_gpu_hour,
     verdict,
     worker_hours,
@@ -98,8 +98,8 @@ FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES,
 Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=FAILURES, metavar="D.S", help=(
     "No trace: this worker, PIPELINE.STAGE, dies in the first minute and stays away; may be repeated. --days: 1."))]
 Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=FOLLOWED, metavar="N", min=0, max=10**15, help=(
-    "Search for so many counted steps for each plan with layers that move. A core makes about 400,000 a second. "
-    f"Default: by the size of the job, at most those of {SETTLE_SECONDS:g} s."))]
+    "Search for so many counted steps for each plan, as `slipstream plan` does. A core makes about 400,000 a second. "
+    f"Default: those of {PLAN_SECONDS:g} s, where layers move of at most {SETTLE_SECONDS:g} s."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
                                             metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
@@ -129,8 +129,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
     make: Callable[[int], AvailabilityTrace]
+    dead = failed_workers(wanted, failed, None)
     if failed:
-        dead = failed_workers(wanted, failed, None)
         make = functools.cache(lambda _: _died(wanted, dead, days or 1.0, gpus or wanted.ranks))
     else:
         make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
@@ -146,7 +146,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, known, steps, describe)
+            throughputs = _throughputs(wanted, samples, known, steps, dead, describe)
             if seeds > 1:
                 if (trace is not None or failed) and _same(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {first.name} would be equal; "
@@ -273,11 +273,14 @@ def _table(folder: Path) -> Table:
 
 
 def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
-                 describe: Callable[[str], None]) -> Throughputs:
+                 dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe,
-                           settle_seconds=None if steps is None else steps * STEP_SECONDS)
+        if steps is None:
+            return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
+        seconds = steps * STEP_SECONDS
+        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe, plan_seconds=seconds,
+                           settle_seconds=seconds, thorough=True, dead=dead)
     except NoPlanError as error:
         answer_no(error)
     except ValueError as error:
@@ -311,9 +314,10 @@ def _grid(job: Job) -> str:
 
 def _searched(steps: int | None) -> str:
     """How long plans were searched for, in a line."""
-    moved = f"at most {SETTLE_SECONDS:g} s" if steps is None else f"{steps * STEP_SECONDS:.3g} s"
-    return (f"plans were searched for {PLAN_SECONDS:g} s each, and {moved} where layers move, in counted steps; with "
-            "more --steps, here and in `slipstream plan`, better ones are found")
+    searched = f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move" if steps is None else \
+        f"{steps * STEP_SECONDS:.3g} s each"
+    return (f"plans were searched for {searched}, in counted steps; with more --steps, here and in `slipstream plan`, "
+            "better ones are found")
 
 
 def _notes(costs: Costs, samples: float, table: Path | None, searched: str) -> Sequence[str]:
@@ -374,7 +378,7 @@ def _measures(result: Comparison, tokens: int | None) -> Grid:
     for name, run in result.runs.items():
         made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
         grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
-                     seconds(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
+                     digits(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
                      style="dim" if POLICIES[name].is_reference else None)
     return grid
 

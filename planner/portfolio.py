@@ -51,7 +51,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
             for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine):
-                yield divided(with_layout(given, layout, least), least, moved=_moved(given, layout))
+                yield divided(with_layout(given, layout), least, moved=_moved(given, layout))
         except LookupError as error:
             if options.from_checkpoint:
                 raise

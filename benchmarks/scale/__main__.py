@@ -11,7 +11,7 @@
 - back: the dead worker comes back; the pause is from the last acknowledgement to the last worker's order;
 - restart: node 0 is killed, and another one goes on with its workers; from when that one listens.
 
-Seconds by the clock, and CPU seconds of node 0 and the processes that it has started and that have ended. Fake workers
+Seconds by the clock, and CPU seconds of node 0; those of the processes that it forks for plans are apart. Fake workers
 are all in one process beside it, which takes a core of its own: on two cores, CPU tells more than the clock.
 """
 

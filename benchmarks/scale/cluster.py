@@ -167,9 +167,16 @@ class Cluster:
         return [one for one in map(json.loads, lines) if one["at"] >= since]
 
     def cpu(self) -> float:
-        """Seconds of node 0's process and of those that it has started."""
+        """Seconds of node 0's process."""
+        return self._cpu(11)
+
+    def cpu_of_plans(self) -> float:
+        """Seconds of the processes that it has forked, once they have ended."""
+        return self._cpu(13)
+
+    def _cpu(self, first: int) -> float:
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, fields[first:first + 2])) / os.sysconf("SC_CLK_TCK")
 
     def megabytes(self) -> tuple[int, int]:
         """Resident memory of node 0 now, and at most."""
@@ -216,13 +223,13 @@ class Cluster:
         await asyncio.sleep(0.3)
         victim, order = max(self.workers), self.order
         assert order is not None
-        sent, used, killed = self._bytes(), self.cpu(), NOW()
+        sent, used, planning, killed = self._bytes(), self.cpu(), self.cpu_of_plans(), NOW()
         self.workers.pop(victim).abort()
         node = next(node for node, share in enumerate(self.shares) if victim in share)
         if node:
             self.agents[node].say(Ended(victim, -9))
         ok = await self._until(lambda: self._all_have_order(order.number))
-        found: Found = {"ok": ok, "CPU": self.cpu() - used}
+        found: Found = {"ok": ok, "CPU": self.cpu() - used, "CPU of its plan": self.cpu_of_plans() - planning}
         marks = self.marks(killed)
         for name, what in (("missed", "Failed"), ("plan asked", "PlanAsked"), ("planned", "PlanAnswered"),
                            ("order made", "OrderGiven")):

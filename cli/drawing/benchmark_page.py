@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, seconds
+from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, digits
 from slipstream.cli.drawing.svg_chart import bars, tornado
 from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
@@ -28,6 +28,10 @@ READING = ("Goodput: samples trained, over those of the best policy if all worke
            "and dead ones too (assumed). &plusmn;: one standard deviation over seeds. Reference lines (in italics) are "
            "no systems.")
 
+BACK = ("The system that the case is named after, and slipstream, on the same failures. The last column counts missing "
+        "workers, too; schedules that are faster with all workers alive count in neither.")
+
+
 def benchmark_page(report: Report) -> bytes:
     """The whole page: who is first, then each case."""
     parts = [f"<h1>Slipstream benchmark, set {escape(report.set)}</h1>",
@@ -37,7 +41,8 @@ def benchmark_page(report: Report) -> bytes:
              f'<p class="dim">{READING.format(price=DOLLARS_PER_GPU_HOUR)}</p>']
     if report.returned:
         head, rows = returned_rows(report.returned)
-        parts += ["<h2>What comes back</h2>", grid(head, [(False, row) for row in rows])]
+        parts += ["<h2>What comes back</h2>", grid(head, [(False, row) for row in rows]),
+                  f'<p class="dim">{BACK}</p>']
     for result in report.cases:
         parts += _case(result)
     parts += ["<h2>How far models are from what they model</h2>", _fidelity(report.published),
@@ -98,9 +103,9 @@ def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
         one.name, "-" if one.is_reference else shown(one.spread(goodput)),
         shown(one.spread(lambda measures: measures.ettr)),
         shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
-        f"{one.spread(lambda measures: measures.tokens).mean / 1e9:,.0f}",
+        digits(one.spread(lambda measures: measures.tokens).mean / 1e9),
         shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
-        seconds(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
+        digits(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
 
 
 HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")
@@ -108,8 +113,8 @@ HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e
 
 def _case(result: CaseResult) -> list[str]:
     case = result.case
-    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {result.hours:,.0f} h, {result.failures:,.0f} failures "
-            f"on average; means over {result.seeds} seeds; plans with layers that move searched for "
+    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {digits(result.hours)} h, {result.failures:,.0f} "
+            f"failures on average; means over {result.seeds} seeds; plans with layers that move searched for "
             f"{case.settle_seconds:g} s each")
     parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
              grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",
@@ -150,9 +155,8 @@ def returned_rows(back: Sequence[Returned]) -> tuple[Sequence[str], list[Sequenc
 
 
 def _fidelity(fidelity: Sequence[Fidelity]) -> str:
-    return grid(("policy", "figure", "published", "simulated", "off"), [(False, (
-        one.policy, one.what, f"{one.published:.4g} {one.unit}", f"{one.simulated:.4g} {one.unit}", f"{one.off:+.1%}"))
-        for one in fidelity])
+    return grid(("policy", "figure (samples a second, or a share)", "published", "simulated", "off"),
+                [(False, one.cells) for one in fidelity])
 
 
 def _sources(results: Sequence[CaseResult]) -> str:

@@ -26,9 +26,7 @@ def benchmark_markdown(report: Report) -> str:
     if report.returned:
         parts += ["What comes back:", _table(*returned_rows(report.returned))]
     parts += ["How far models are from what they model:", _table(
-        ("policy", "figure", "published", "simulated", "off"), [
-            (one.policy, one.what, f"{one.published:.4g}", f"{one.simulated:.4g}", f"{one.off:+.1%}")
-            for one in report.published])]
+        ("policy", "figure", "published", "simulated", "off"), [one.cells for one in report.published])]
     return "\n\n".join(parts) + "\n"
 
 

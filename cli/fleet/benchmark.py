@@ -319,12 +319,17 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     published: float
     simulated: float
-    unit: str
 
     @property
     def off(self) -> float:
         """Simulated over published, less 1."""
         return self.simulated / self.published - 1
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """policy, figure, published, simulated, off."""
+        off = round(self.off, 3) + 0.0  # no minus before 0.0
+        return self.policy, self.what, f"{self.published:.4g}", f"{self.simulated:.4g}", f"{off:+.1%}"
 
 
 FIDELITY_SEEDS = 5
@@ -341,7 +346,7 @@ def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
     Of FT-HSDP and ByteRobust the effective training time in their cases, where `results` have them.
     """
     return [*_throughput_fidelity(), *(
-        Fidelity(policy=name, what=f"effective training time, case {case}", published=share, unit="",
+        Fidelity(policy=name, what=f"effective training time, case {case}", published=share,
                  simulated=one.spread(lambda measures: measures.ettr).mean)
         for case, name, share in EFFECTIVE_TIME
         for result in results if result.case.name == case for one in result.policies if one.name == name)]
@@ -358,10 +363,10 @@ def _throughput_fidelity() -> list[Fidelity]:
             if STEADY[name][0] == model:
                 points = STEADY[name][1]
                 rates = [POLICIES[name](scenario).steady_rate(failures) for failures in range(len(points))]
-                found.append(Fidelity(policy=name, what=f"{model}, mean over 0 to 9 failures", unit="samples/s",
+                found.append(Fidelity(policy=name, what=f"{model}, mean over 0 to 9 failures",
                                       published=statistics.fmean(points), simulated=statistics.fmean(rates)))
             if name in published.AVERAGES[model]:
-                found.append(Fidelity(policy=name, what=f"{model}, over the published trace", unit="samples/s",
+                found.append(Fidelity(policy=name, what=f"{model}, over the published trace",
                                       published=published.AVERAGES[model][name],
                                       simulated=_over_published_trace(name, throughputs, costs)))
     return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.cli.fleet.loads import LAYERS_PER_STAGE
-from slipstream.planner import NoPlanError
+from slipstream.planner import NoPlanError, normalised
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import least_with_any_layers
@@ -54,13 +54,16 @@ class SettledPlans:
     """The settled answers of a job, each planned once."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
-                 plan_seconds: float | None = None) -> None:
-        """`plan_seconds` of counted steps for one plan; None: by the size of the job."""
+                 plan_seconds: float | None = None, dead: Sequence[Worker] = ()) -> None:
+        """`plan_seconds` of counted steps for one plan; None: by the size of the job. Where just these workers are
+        `dead`, and the job is not planned in groups, they are planned for as `slipstream plan` does.
+        """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
         self._job = msgspec.structs.replace(job, layers=layers)
         self._announce = announce
-        self._options = PlanOptions(method="greedy", layers="move", steps=0)
+        self._options = PlanOptions(method="cp-sat" if dead else "greedy", layers="move", steps=0)
+        self._dead = sorted(dead)
         self._seconds = plan_seconds
         self._found: dict[tuple[int, int, Slow], Settled | None] = {}
 
@@ -75,7 +78,7 @@ class SettledPlans:
         if slow.workers:
             return self._kept(pipelines, share, Slow(-(-slow.workers // groups), slow.factor))
         found = self._kept(pipelines, share)
-        if found and found.period <= self._least(pipelines, share + 1):
+        if self._are_dead(pipelines, share) or (found and found.period <= self._least(pipelines, share + 1)):
             return found
         more = self._kept(pipelines, share + 1)
         return more if found is None or (more and more.period < found.period) else found
@@ -88,6 +91,10 @@ class SettledPlans:
                            "moved")
             self._found[key] = self._planned(*key)
         return self._found[key]
+
+    def _are_dead(self, pipelines: int, failures: int) -> bool:
+        """Whether it is known which workers the failures of this part of the job are."""
+        return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _part(self, pipelines: int) -> Job:
         """The job with the first so many pipelines."""
@@ -106,6 +113,8 @@ class SettledPlans:
             return None
         chosen = [choose(affected, pipelines, job.stages)
                   for choose in ((stacked, spread_out) if affected > 1 else (stacked,))]
+        if self._are_dead(pipelines, failures) and not slow.workers:
+            chosen = [self._dead]
         plans = [self._schedule(job, workers, failures, slow, TRIAL) for workers in chosen] if len(chosen) > 1 else []
         best = min(filter(None, plans), key=_seconds, default=None)
         for workers in chosen if best is None else [chosen[plans.index(best)]]:
@@ -126,8 +135,11 @@ class SettledPlans:
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
         seconds = min(SETTLE_SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
+        options = self._options.within(share * seconds)
         try:
-            return plan_only(self._options.within(share * seconds), job, failed).schedule
+            if self._dead and failed == self._dead:
+                return normalised(job, failed, options).schedule
+            return plan_only(options, job, failed).schedule
         except NoPlanError:
             return None
 

@@ -7,7 +7,7 @@ shortest (`Throughputs._apart`).
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
-from slipstream.schedules.schedule import BackwardMode, OptimizerMode
+from slipstream.planner.plan import plan_only
+from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 from slipstream.schedules.tables.table import Table
 
 Value = TypeVar("Value")
@@ -31,25 +32,28 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None,
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None, thorough: bool = False,
+                 dead: Sequence[Worker] = (),
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move (None: by the size of the job). `announce` is called with one line
-        before each plan.
+        layers in place and with layers that move (None: by the size of the job). `thorough`: the former are searched
+        for as `slipstream plan` does, and may cut micro-batches; it takes all of its time for each, where list
+        schedules take a hundredth. `dead`: then plans for as many failures are for these workers. `announce` is called
+        with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        # Whole stages only: what slices gain at once is little, and hundreds of states are planned.
         self._options = PlanOptions(method="greedy", steps=0, slices=False).within(plan_seconds)
+        self._thorough, self._dead = thorough, sorted(dead)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
         self.loads = Loads(self.job)
-        self._settled = SettledPlans(self.job, announce, settle_seconds)
+        self._settled = SettledPlans(self.job, announce, settle_seconds, dead)
         self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
@@ -137,9 +141,21 @@ class Throughputs:
         apart = self._apart(down, self.planned)
         if apart and self.samples / apart <= self._least_with_one_of(down):
             return self.samples / apart
-        found, is_best = self._periods.planned(down)
+        found, is_best = self._searched(down) if self._thorough else self._periods.planned(down)
         # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
         return found if is_best else min(found, self.samples / self.round_robin(down))
+
+    def _searched(self, down: DownByStage) -> tuple[float, bool]:
+        """(period in seconds, whether it is proven to be the shortest) as `slipstream plan` finds it, with failures in
+        as many pipelines as can be.
+        """
+        columns = [column for column, count in enumerate(down) for _ in range(count)]
+        failed = [Worker(index % self.job.pipelines, column) for index, column in enumerate(columns)]
+        if sorted(worker.column for worker in self._dead) == columns:
+            failed = self._dead
+        schedule = plan_only(msgspec.structs.replace(self._options, method="cp-sat", slices=True), self.job,
+                             failed).schedule
+        return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _apart(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
         """Samples per second of a large job with peers of its own for each failure; 0.0 where there are too few.

@@ -59,6 +59,12 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
     return found
 
 
+def network_table(network: Network) -> dict[str, bool | float]:
+    """What stays of the `[network]` table where reductions and transfers have been measured; empty by default."""
+    return {**({"overlap": True} if network.overlap else {}),
+            **({"latency": network.latency} if network.latency else {})}
+
+
 def rounded(seconds: float) -> float:
     """To four digits, so that ticks stay coarse."""
     return float(f"{seconds:.4g}")

@@ -1,16 +1,16 @@
 """From a job with its failures to a problem in ticks: of its whole stages in place, or of another layout."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
-from slipstream.planner.model.layout import UNLIMITED, Held, Layout, LiveWorker
-from slipstream.planner.model.problem import IN_PLACE, Leg, NoPlanError, Problem, Question
+from slipstream.planner.model.layout import UNLIMITED, Held, Layout, LiveWorker, MicroBatch
+from slipstream.planner.model.problem import IN_PLACE, NoPlanError, Problem, Question, Visit
 from slipstream.planner.model.ticks import layer_ticks, memory_in_units, tick_of, times_in_ticks
 from slipstream.schedules.layers import LayerRange, total
 from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OptimizerMode, Times, VirtualStage, Worker
@@ -58,11 +58,8 @@ def layered_problem(job: Job, failed: Sequence[Worker] = (), question: Question 
                         optimizer=optimizer, question=question, costs=costs)
 
 
-def with_layout(problem: Problem, layout: Layout, least: Bound | None = None) -> Problem:
-    """The problem of a layout: who holds what and the routes are given, the order in time is open.
-
-    `least`: a bound for all layouts.
-    """
+def with_layout(problem: Problem, layout: Layout) -> Problem:
+    """The problem of a layout: who holds what and the routes are given, the order in time is open."""
     grid, times, memory, costs = problem.grid, problem.times, problem.memory, problem.costs
     groups = tuple(sorted(set(layout.holds.values())))
     reductions = reductions_of(grid, groups)
@@ -78,8 +75,8 @@ def with_layout(problem: Problem, layout: Layout, least: Bound | None = None) ->
         memory=memory and msgspec.structs.replace(memory, **with_slices(memory, "activation", "weight_stash")),
         workers={worker: msgspec.structs.replace(problem.workers[worker], holds=held)
                  for worker, held in sorted(layout.holds.items())},
-        groups=groups, reductions=reductions, sharing=True, slices=slices, least=least,
-        routes={batch: tuple(Leg(number[stop.layers], stop.worker) for stop in route)
+        groups=groups, reductions=reductions, sharing=True, slices=slices, assigned=True,
+        routes={batch: tuple(Visit(number[stop.layers], stop.worker) for stop in route)
                 for batch, route in layout.routes.items()})
 
 
@@ -155,7 +152,18 @@ def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapp
     """
     groups = tuple(sorted(set(holds.values())))
     return Problem(grid=grid, times=times, memory=memory, workers=live_workers(grid, times, memory, holds),
-                   groups=groups, reductions=reductions_of(grid, groups), **others)
+                   groups=groups, reductions=reductions_of(grid, groups), routes=routes_in_place(grid), **others)
+
+
+@lru_cache(maxsize=8)
+def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
+    """Each micro-batch along its chain, on the workers of its pipeline."""
+    routes: dict[MicroBatch, tuple[Visit, ...]] = {}
+    for pipeline, count in enumerate(grid.microbatches):
+        chains = [tuple(Visit(stage, Worker(pipeline, grid.stages[stage].column)) for stage in grid.path(chain))
+                  for chain in range(grid.chains)]
+        routes |= {MicroBatch(pipeline, number): chains[number % grid.chains] for number in range(count)}
+    return routes
 
 
 def live_workers(grid: Grid, times: Times, memory: Memory | None,

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import cast
+from typing import cast, get_args
 
 from slipstream.runtime.protocol import to_coordinator
 from slipstream.runtime.protocol.authentication import (
@@ -22,6 +22,8 @@ from slipstream.schedules.schedule import Worker
 
 MOST_UNSENT_BYTES = 2 * MAX_BYTES
 """A peer that lets more wait to be sent to it does not read."""
+
+_FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
 
 Heard = Callable[["Connection", ToCoordinator | None], None]
 """Called with each message, in order, and with None when the connection has ended."""
@@ -192,8 +194,8 @@ class Connection(asyncio.Protocol):
 def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
     """Whether a message is one that this peer may send: a worker's about itself, or a node agent's."""
     if isinstance(peer, int):
-        return isinstance(message, FromNodeAgent)
-    return isinstance(message, FromWorker) and getattr(message, "worker", peer) == peer
+        return type(message) in _FROM_NODE_AGENT
+    return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
 
 
 async def serve(listener: socket.socket, server: Server) -> asyncio.Server:

@@ -396,6 +396,7 @@ def _middle_without(ordered: Sequence[float], one: float | None) -> float:
     if one is None:
         low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     else:
-        left_out, last = bisect_left(ordered, one), len(ordered) - 2
-        low, high = (ordered[at + (at >= left_out)] for at in (last // 2, (last + 1) // 2))
+        first, second, middle = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2, ordered[(len(ordered) - 1) // 2]
+        left_out = 0 if one < middle else len(ordered) if one > middle else bisect_left(ordered, one)
+        low, high = ordered[first + (first >= left_out)], ordered[second + (second >= left_out)]
     return math.sqrt(low * high)

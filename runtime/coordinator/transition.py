@@ -77,6 +77,8 @@ class Look(NamedTuple):
     """Time has passed."""
 
 
+_CHANGE_LITTLE = Ran, Validated, Started, Saved
+"""Nothing follows from these before an iteration is committed."""
 Event = ToCoordinator | ScheduleFound | SpeedsPlanned | Lost | Disconnected | Stop | Hurry | Look
 
 
@@ -110,7 +112,7 @@ def _nothing_follows(before: RunState, state: RunState, event: Event) -> bool:
         return not state.planning  # others still run
     if isinstance(event, Ready):
         return isinstance(state.phase, Rejoining)
-    if not isinstance(event, Ran | Validated | Started | Saved):
+    if not isinstance(event, _CHANGE_LITTLE):
         return False
     return before.log.next_iteration == state.log.next_iteration
 

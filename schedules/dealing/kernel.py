@@ -112,6 +112,8 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
     before = best = window(arrays, unit, free)
     total = heads.sum()
     trial, known = heads.copy(), ends.copy()
+    # Where reductions overlap, the tail waits for ops of any block: of all, the ends that count are kept.
+    waits = arrays.source_begin[arrays.begin[tail + 1]] > arrays.source_begin[arrays.begin[tail]]
     for number in range(pairs.shape[0]):
         a, b = pairs[number, 0], pairs[number, 1]
         sample[a], sample[b] = sample[b], sample[a]
@@ -132,7 +134,7 @@ def improve(arrays: Arrays, costs: Ints, unit: int, pairs: Ints, sample: Ints) -
             heads[:] = trial
         else:
             sample[a], sample[b] = sample[b], sample[a]
-        for turn in range(2):  # the tail may wait for ops of any block
+        for turn in range(2 if waits else 0):
             block = arrays.block_of[a] if turn == 0 else arrays.block_of[b]
             for step in range(arrays.begin[block], arrays.begin[block + 1]):
                 if better:

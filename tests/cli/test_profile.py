@@ -14,6 +14,7 @@ from slipstream.cli.app import app
 from slipstream.cli.profile import job_tables
 from slipstream.planner.job.file import Job, parse_job, read_job
 from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.network import Network
 from slipstream.planner.job.writer import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
@@ -202,6 +203,13 @@ def test_slow_workers_stay_slow() -> None:
 def test_the_nodes_are_kept(topology) -> None:
     job = parse_job(JOB.replace("[placement]", f"[topology]\n{topology}\n[placement]"))
     assert job.nodes and parse_job(job_text(job_tables(job, measured(job)), {})).nodes == job.nodes
+
+
+def test_how_reductions_go_is_kept_and_what_was_measured_takes_the_place_of_bytes() -> None:
+    network = "overlap = true\nlatency = 1e-4\nbandwidth = 1e9\ngradients = 4\nactivation = 4"
+    job = parse_job(JOB.replace("[placement]", f"[network]\n{network}\n[placement]"))
+    found = parse_job(job_text(job_tables(job, measured(job)), {})).network
+    assert job.network.gradients and found == Network(overlap=True, latency=1e-4)
 
 
 def require_sense(job: Job) -> None:

@@ -189,3 +189,12 @@ def test_periods_that_simulations_ask_for_count_what_remains():
     assert overlapped.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks)
     assert blocking.planned((0, 0))[0] == schedule.seconds(schedule.period_ticks) + 3
     assert overlapped.one_f_one_b(4) < blocking.one_f_one_b(4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_dealing_finds_is_what_a_replay_finds(seed):
+    """Reductions wait for W of any pipeline; also where a swap before was dropped."""
+    dealer = Dealer(planned(parse_job(JOB.replace("pipelines = 2", "pipelines = 4"))))
+    costs = np.random.default_rng(seed).lognormal(0, 1, (dealer.samples, 3))
+    dealt = dealer.deal(costs, seed=seed, swaps=300)
+    assert dealer.deal(costs[dealt.sample], seed=0, swaps=0).before_ticks == dealt.after_ticks < dealt.before_ticks

@@ -14,8 +14,8 @@ from slipstream.schedules.schedule import Worker
 PRESET, PARAMETERS = "llama-3-8b", 8e9
 DEAD = ("2.1", "5.0", "0.2", "7.3", "4.1")
 CASES = {"one dead": DEAD[:1], "five dead": DEAD}
-STEPS_SECONDS = 10.0
-"""Of counted steps for each plan with layers that move: `--steps 4000000`."""
+PLAN_SECONDS = 5.0
+"""Of counted steps for each plan: `--steps 2000000`."""
 ROWS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
@@ -30,23 +30,26 @@ ROWS = {
 def reproduce(progress: CountCallback) -> Figure:
     """Samples per second by policy, and the loss against the same policy with all workers alive."""
     job = parse_job(preset(PRESET))
-    throughputs = Throughputs(job, settle_seconds=STEPS_SECONDS)
     kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
     found = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
-        trace = died(job, [Worker.parse(worker) for worker in dead])
+        workers = [Worker.parse(worker) for worker in dead]
+        throughputs = Throughputs(job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True,
+                                  dead=workers)
+        trace = died(job, workers)
         found[name] = throughputs_over_traces(kinds, throughputs, costs, [trace])
         progress(done, 1 + len(CASES))
     values = {name: {kind.name: float(column[kind.name][0]) for kind in kinds} for name, column in found.items()}
     rows: list[tuple[Cell, ...]] = []
     for policy, text in ROWS.items():
         whole, *others = (one[policy] for one in values.values())
-        rows.append((text, f"{whole:.1f}", *(f"{value:.1f} ({100 * (value / whole - 1):.0f} %)" for value in others)))
+        rows.append((text, f"{whole:.1f}", *(
+            f"{value:.1f} ({round(100 * (value / whole - 1))} %)" for value in others)))
     return Figure(
         name="failure-cost", title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
         kind="bars", x_label="", y_label="samples per second", x=tuple(ROWS),
         series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
         header=("", *values), rows=tuple(rows), findings={}, assumptions=(
             f"the dead: {DEAD[0]}, or {', '.join(DEAD)}; they die in the first minute of a day and stay away",
-            f"plans with layers that move: as many counted steps as {STEPS_SECONDS:g} s of a processor have",
+            f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
             f"costs of changes for {PARAMETERS:.3g} parameters"))

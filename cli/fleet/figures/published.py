@@ -41,8 +41,8 @@ MICROBATCHES = (8, 12, 16, 24, 32)
 """Micro-batches a pipeline: not published; varied from twice to eight times the stages. See `NOMINAL`."""
 NOMINAL = 16
 """4 S, which Oobleck's planner takes for its templates: the one number that any source gives."""
-SETTLE_SECONDS = 1.0
-"""Of counted steps, for a plan with layers that move: more than `simulate` takes, as figures are made once."""
+SETTLE_SECONDS = 0.25
+"""Of counted steps, for a plan with layers that move: as in most cases of the benchmark."""
 OPTIMIZER = 1.0
 """Length of the optimizer step in forwards: not published."""
 

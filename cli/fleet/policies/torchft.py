@@ -27,6 +27,7 @@ class TorchFT(Policy):
         self._ungrouped: list[int] = []
         self._ready = 0.0
         """When they join."""
+        self._joining = self.switch
 
     def _rate_of(self, groups: int) -> float:
         return self.fault_free_rate * groups / self.scenario.pipelines
@@ -85,7 +86,7 @@ class TorchFT(Policy):
         if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
-            phases += [self.switch, self.load, self.training(self._rate_of(running + starting))]
+            phases += [self._joining, self.load, self.training(self._rate_of(running + starting))]
         return phases
 
     def _whole_groups(self) -> list[list[int]]:
@@ -105,13 +106,15 @@ class FTHSDP(TorchFT):
     name = "ft-hsdp"
     title = "FT-HSDP: a replica that failed restarts alone, with a stall of 3 minutes"
     source = "FT-HSDP (arXiv 2602.00277), abstract: stalls of 3 minutes; our reading: no public code"
-    assumptions = ("as torchft, but all stand still for 3 minutes at each failure; a replica restarts in 10 minutes, "
-                   "in which the others train; replicas are the job's pipelines")
+    assumptions = ("as torchft, but all stand still for 3 minutes at each failure, in all: a replica restarts in 10 "
+                   "minutes, in which the others train, and joins again by a usual switch; replicas are the job's "
+                   "pipelines")
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario._replace(costs=msgspec.structs.replace(
             scenario.costs, switch_seconds=scenario.costs.ft_hsdp_stall_seconds,
             restart_seconds=scenario.costs.ft_hsdp_restart_seconds)))
+        self._joining = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
 
 
 def _training(phases: Sequence[Phase]) -> int:

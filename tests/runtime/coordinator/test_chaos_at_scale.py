@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import chaos
+from benchmarks.scale import chaos, virtual
 from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from slipstream.runtime.coordinator.take_over import Rejoining
 
@@ -37,3 +37,11 @@ def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "FAULTS", {"node 0": 1})
     with pytest.raises(chaos.BrokenError, match=r"is committed after|has stepped|losses"):
         chaos.chaos(WORKERS, 4, 0, tmp_path)
+
+
+def test_a_machine_gone_without_a_word_is_missed_also_where_a_worker_of_it_had_died_before(tmp_path, monkeypatch):
+    """Its launcher, started again, does not wait until the system gives up the connection of the one before."""
+    monkeypatch.setattr(virtual, "SILENT_SECONDS", 1e6)
+    monkeypatch.setattr(chaos, "FAULTS", {"worker": 10, "machine": 2})
+    found = chaos.chaos(WORKERS, 120, 1, tmp_path, seconds=1.0)
+    assert found["machine"] > 10

@@ -1,5 +1,6 @@
 """Policies that drop, restart or replace: torchft, restarts from a checkpoint, spares, TrainMover."""
 
+import numpy as np
 import pytest
 
 from slipstream.cli.fleet.policies import POLICIES
@@ -53,3 +54,12 @@ def test_spares_cannot_replace_the_last_holder_of_a_stage():
 def test_trainmover_replaces_in_seconds():
     result = run("trainmover", lose(100.0, 0))
     assert spans(result)[1:3] == [("SWITCH", 17.0), ("LOAD", 3.0)], "20 seconds in all"
+
+
+def test_a_failure_stalls_ft_hsdp_once():
+    """Three minutes at the failure; the replica restarts in ten while the others train, and joins by a usual switch."""
+    result = run("ft-hsdp", lose(100.0, 0), gain(150.0, 0), seconds=2000.0)
+    stopped = sum(lasting for phase, lasting in zip(result.phases, np.diff(result.seconds), strict=True)
+                  if phase.cause in (Cause.SWITCH, Cause.LOAD))
+    assert stopped == pytest.approx(180 + 2 + 3)
+    assert result.phases[-1].cause is Cause.RUN and result.seconds[-2] == pytest.approx(150 + 600 + 2 + 3)
