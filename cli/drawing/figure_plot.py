@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -75,12 +76,9 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
-    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8)
-    if len(figure.x) > MOST_BESIDE:
-        for label in axes.get_xticklabels():
-            label.set_rotation(30)
-            label.set_horizontalalignment("right")
-            label.set_rotation_mode("anchor")
+    slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
+                    **(slanted if len(figure.x) > MOST_BESIDE else {}))
 
 
 def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
