@@ -20,7 +20,7 @@ import os
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -109,6 +109,8 @@ class ChaosAgent(FakeAgent):
         match message:
             case NodeSetup():
                 self.epoch = message.epoch
+                for ended in self.world.ended[self.node].values():
+                    self.say(ended)
                 for worker in message.workers if not self._hello.epoch else ():
                     self.world.start(worker)
             case NodeTaken():
@@ -160,6 +162,8 @@ class World:
         self.live: dict[Worker, ChaosWorker] = {}
         self.agents: dict[int, ChaosAgent] = {}
         self.processes = ProcessesOfNode0(self)
+        self.ended: dict[int, dict[Worker, Ended]] = defaultdict(dict)
+        """What each agent has seen of workers that were not started again."""
         self.count: Counter[str] = Counter()
         self.committed = -1
         self.committed_at = loop.now
@@ -240,6 +244,8 @@ class World:
         node = self.node_of[worker]
         if known is None and (worker in self.live or (node and node not in self.agents)):
             return
+        if known is None:
+            self.ended[node].pop(worker, None)
         fake = ChaosWorker(self, worker, epoch, known)
         if before is not None:
             fake.stepped, fake.excused = before.stepped, before.excused
@@ -318,7 +324,8 @@ class World:
         if node == 0:
             self.processes.ends(ended)
         elif not silently and node in self.agents:
-            self.loop.call_later(self.latency(), lambda: node in self.agents and self.agents[node].say(ended))
+            self.ended[node][worker] = ended
+            self.agents[node].say(ended)
 
     # --- what workers do (`FakeWorker` calls these)
 
@@ -390,6 +397,7 @@ class World:
             return False
         for node in nodes:
             agent = self.agents.pop(node, None)
+            self.ended[node].clear()
             if agent is not None and agent._transport is not None:
                 wire = cast(virtual.Wire, agent._transport)
                 wire.cut_silently() if silently else wire.abort()

@@ -15,7 +15,7 @@ def who_is_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker
 
     `shares` are the workers of each node, `agents` the nodes other than 0 that have connected.
     """
-    nodes, workers = [], []
+    nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):
         if missing := [worker for worker in share if worker in awaited]:
             if node == 0 or node in agents:
