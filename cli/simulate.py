@@ -14,8 +14,8 @@ from rich.table import Table as Grid
 
 from slipstream.cli.drawing.simulation_report import (
     described,
+    digits,
     page,
-    seconds,
     tokens_per_gpu_hour,
     verdict,
     worker_hours,
@@ -378,7 +378,7 @@ def _measures(result: Comparison, tokens: int | None) -> Grid:
     for name, run in result.runs.items():
         made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
         grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
-                     seconds(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
+                     digits(run.seconds_to_recover), *[f"{made:.4g}" if made is not None else "-"] * bool(tokens),
                      style="dim" if POLICIES[name].is_reference else None)
     return grid
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, seconds
+from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, digits
 from slipstream.cli.drawing.svg_chart import bars, tornado
 from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
@@ -103,9 +103,9 @@ def table_rows(result: CaseResult) -> list[tuple[bool, Sequence[str]]]:
         one.name, "-" if one.is_reference else shown(one.spread(goodput)),
         shown(one.spread(lambda measures: measures.ettr)),
         shown(one.spread(lambda measures: measures.samples_per_second), is_share=False),
-        f"{one.spread(lambda measures: measures.tokens).mean / 1e9:,.0f}",
+        digits(one.spread(lambda measures: measures.tokens).mean / 1e9),
         shown(one.spread(lambda measures: measures.dollars_per_million_tokens), is_share=False),
-        seconds(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
+        digits(one.spread(lambda measures: measures.seconds_to_recover).mean))) for one in ranked]
 
 
 HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e6 tokens", "s to recover")
@@ -113,8 +113,8 @@ HEAD = ("policy", "goodput", "ETTR", "samples / s", "tokens, 1e9", "dollars / 1e
 
 def _case(result: CaseResult) -> list[str]:
     case = result.case
-    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {result.hours:,.0f} h, {result.failures:,.0f} failures "
-            f"on average; means over {result.seeds} seeds; plans with layers that move searched for "
+    text = (f"{result.gpus:,} GPUs, {result.workers:,} workers, {digits(result.hours)} h, {result.failures:,.0f} "
+            f"failures on average; means over {result.seeds} seeds; plans with layers that move searched for "
             f"{case.settle_seconds:g} s each")
     parts = [f"<h2>{escape(case.name)}: {escape(case.title)}</h2>", f'<p class="dim">{escape(text)}</p>',
              grid(HEAD, table_rows(result)), "<h3>Hours lost by cause</h3>",

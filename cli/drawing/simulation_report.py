@@ -138,7 +138,7 @@ def _table(result: Comparison, tokens: int | None) -> str:
         reference, goodput = POLICIES[name].is_reference, result.goodput(name)
         rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
                                  f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
-                                 f"{goodput:.1%}" if goodput is not None else "-", seconds(run.seconds_to_recover),
+                                 f"{goodput:.1%}" if goodput is not None else "-", digits(run.seconds_to_recover),
                                  f"{spent:.4g}" if spent else "-", *([f"{made:,.0f}" if made else "-"] * bool(tokens)),
                                  "" if reference else str(run.switches))))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
@@ -146,7 +146,7 @@ def _table(result: Comparison, tokens: int | None) -> str:
     return grid(head, rows)
 
 
-def seconds(value: float) -> str:
+def digits(value: float) -> str:
     """Three digits, never with an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 

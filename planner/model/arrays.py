@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.planner.model.layout import MicroBatch
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.planner.model.solution import Solution
 from slipstream.schedules.precedence import RULES, OpKey
@@ -71,10 +72,9 @@ class ProblemArrays:
         worker = ints([row_of[self.hosts[unit]] for unit in self.units])
         position, length = _places(problem)
         predecessors, successors = _arcs(problem, position, length, worker)
-        back = length - 1 - position
-        if problem.routes is not None:  # routes of different lengths are compared by layers
-            position, end = ints(problem.layers_of)[number].T.copy()  # the kernel is compiled for arrays without gaps
-            back = end.max() - end
+        # Routes of different lengths are compared by layers.
+        position, end = ints(problem.layers_of)[number].T.copy()  # the kernel is compiled for arrays without gaps
+        back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
         return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
                    transfer=problem.times.transfer,
@@ -143,11 +143,8 @@ def ints(values: Sequence[Any]) -> Ints:
 def _places(problem: Problem) -> tuple[Ints, Ints]:
     """[unit] the place of its slice in its route, and the length of the route."""
     grid = problem.grid
-    if problem.routes is None:
-        position = np.tile(np.arange(grid.depth, dtype=np.int64), grid.total_microbatches)
-        return position, np.full_like(position, grid.depth)
-    lengths = ints([len(problem.path(pipeline, microbatch)) for pipeline, count in enumerate(grid.microbatches)
-                    for microbatch in range(count)])
+    lengths = ints([len(problem.routes[MicroBatch(pipeline, microbatch)])
+                    for pipeline, count in enumerate(grid.microbatches) for microbatch in range(count)])
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 

@@ -24,9 +24,12 @@ def lower_bound(problem: Problem) -> int:
 
 
 def strongest_bound(problem: Problem) -> Bound:
-    """The best proven lower bound on the period, for the question that the problem asks."""
-    if problem.routes is not None:
-        return problem.least or Bound(0, Scope.LAYERS)
+    """The best proven lower bound on the period, for the question that the problem asks.
+
+    0 where a layout is given: the problem that it was made for has one (`work_bounds`).
+    """
+    if problem.assigned:
+        return Bound(0, Scope.LAYERS)
     ticks, counts = exact_bound(problem)
     return Bound((math.floor if problem.sliced else math.ceil)(ticks), problem.scope, counts)
 
@@ -216,7 +219,7 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     tell whether it is possible at all.
     """
     grid = problem.grid
-    own = not (problem.failed or problem.slow or problem.sharing) and problem.routes is None
+    own = not (problem.failed or problem.slow or problem.sharing or problem.assigned)
     if not own or grid.chains > 1 or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)

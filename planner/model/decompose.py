@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from slipstream.planner.model.layout import MicroBatch
-from slipstream.planner.model.problem import Leg, Problem
+from slipstream.planner.model.problem import Problem, Visit
 from slipstream.planner.model.unions import joined
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
@@ -57,7 +57,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     who runs whose micro-batches: never so that a worker gets more micro-batches than the busiest must anyway.
     """
     whole = undivided(problem)
-    if problem.routes is not None:
+    if problem.assigned:
         renamed, names = by_runner(problem) if problem.grid.chains == 1 else (problem, None)
         return tuple(Piece(problem=part_of(renamed, copies[0]), copies=tuple(copies), names=names)
                      for copies in components(renamed))
@@ -189,11 +189,10 @@ def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch
     of these, evenly over what that one runs alone: so pipelines with equally many are alike.
     The mapping is from the new names to those of the problem.
     """
-    assert problem.routes is not None
     alone: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
     shared: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
     for batch in sorted(problem.routes, key=lambda batch: (batch.microbatch, batch.pipeline)):
-        runners = {leg.worker.pipeline for leg in problem.routes[batch]}
+        runners = {visit.worker.pipeline for visit in problem.routes[batch]}
         pipeline = batch.pipeline if batch.pipeline in runners else min(runners)
         (alone if len(runners) == 1 else shared)[pipeline].append(batch)
     names = {MicroBatch(pipeline, number): batch for pipeline, both in enumerate(zip(alone, shared, strict=True))
@@ -217,7 +216,6 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
     Pipelines are joined where a micro-batch of one passes the other; one that runs nothing, with the first.
     """
-    assert problem.routes is not None
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
     alike: dict[object, int] = {}
     kind = [alike.setdefault(_own(problem, pipeline), len(alike)) for pipeline in range(problem.grid.pipelines)]
@@ -229,10 +227,9 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
 def _joined_pipelines(problem: Problem) -> list[list[int]]:
     """The pipelines of each piece."""
-    routes = problem.routes or {}
-    first = joined(problem.grid.pipelines, {(batch.pipeline, leg.worker.pipeline) for batch, route in routes.items()
-                                            for leg in route})
-    busy = {first[batch.pipeline] for batch in routes}
+    first = joined(problem.grid.pipelines, {(batch.pipeline, visit.worker.pipeline)
+                                            for batch, route in problem.routes.items() for visit in route})
+    busy = {first[batch.pipeline] for batch in problem.routes}
     found: dict[int, list[int]] = defaultdict(list)
     for pipeline, one in enumerate(first):
         found[one if one in busy else min(busy)].append(pipeline)
@@ -250,7 +247,7 @@ def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
                  for microbatch in range(problem.grid.microbatches[pipeline])
-                 for slice_, worker in (problem.routes or {})[MicroBatch(pipeline, microbatch)])
+                 for slice_, worker in problem.routes[MicroBatch(pipeline, microbatch)])
 
 
 def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
@@ -258,12 +255,15 @@ def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
                                    microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
-    part = msgspec.structs.replace(problem, grid=grid, workers={
+    renumbered: dict[tuple[Visit, ...], tuple[Visit, ...]] = {}
+    routes = {}
+    for pipeline in pipelines:
+        for microbatch in range(problem.grid.microbatches[pipeline]):
+            route = problem.routes[MicroBatch(pipeline, microbatch)]
+            if route not in renumbered:
+                renumbered[route] = tuple(Visit(visit.slice, Worker(number[visit.worker.pipeline], visit.worker.column))
+                                          for visit in route)
+            routes[MicroBatch(number[pipeline], microbatch)] = renumbered[route]
+    return msgspec.structs.replace(problem, grid=grid, routes=routes, workers={
         Worker(number[pipeline], column): problem.workers[Worker(pipeline, column)]
         for pipeline in pipelines for column in range(grid.columns) if Worker(pipeline, column) in problem.workers})
-    if problem.routes is None:
-        return part
-    return msgspec.structs.replace(part, routes={MicroBatch(number[pipeline], microbatch): tuple(
-        Leg(leg.slice, Worker(number[leg.worker.pipeline], leg.worker.column))
-        for leg in problem.routes[MicroBatch(pipeline, microbatch)])
-        for pipeline in pipelines for microbatch in range(problem.grid.microbatches[pipeline])})

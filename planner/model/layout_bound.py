@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from slipstream.planner.model.bounds import Fill, can_fill
 from slipstream.planner.model.layout import MicroBatch
-from slipstream.planner.model.problem import Leg, Problem, Unit
+from slipstream.planner.model.problem import Problem, Unit, Visit
 from slipstream.schedules.schedule import Worker
 
 Place = tuple[int, Worker]
@@ -79,7 +79,7 @@ def _by_worker(route: Sequence[_Stop]) -> tuple[_Stop, ...]:
 
 def can_bound(problem: Problem) -> bool:
     """Whether a problem has such a bound."""
-    return problem.routes is not None and problem.optimizer == "staggered" and not any(problem.times.all_reduce)
+    return problem.assigned and problem.optimizer == "staggered" and not any(problem.times.all_reduce)
 
 
 def most_forward(forwards: Sequence[tuple[int, int]], room: int) -> int:
@@ -198,29 +198,29 @@ class LayoutBound:
     def _read(self, number: int, piece: Problem, hosts: Mapping[Unit, Worker] | None) -> None:
         """The routes of a piece, equal ones once, and what its workers run."""
         kept: dict[Place, list[tuple[int, int]]] = defaultdict(list)
-        seen: set[tuple[Leg, ...]] = set()
+        seen: set[tuple[Visit, ...]] = set()
         routes = {batch: planned if hosts is None else tuple(
-            Leg(leg.slice, hosts[Unit(leg.slice, *batch)]) for leg in planned)
-            for batch, planned in (piece.routes or {}).items()}
+            Visit(one.slice, hosts[Unit(one.slice, *batch)]) for one in planned)
+            for batch, planned in piece.routes.items()}
         self._lines += whole_lines(piece, routes)
-        for legs in routes.values():
-            route = tuple(self._stops(number, piece, legs))
-            for stop, leg in zip(route, legs, strict=True):
+        for visits in routes.values():
+            route = tuple(self._stops(number, piece, visits))
+            for stop, visit in zip(route, visits, strict=True):
                 self._work[stop.place] += stop.forward + stop.gradient + stop.weight
-                kept[stop.place].append((stop.forward, piece.activation(leg.slice)))
-                self._await(piece, stop, leg)
+                kept[stop.place].append((stop.forward, piece.activation(visit.slice)))
+                self._await(piece, stop, visit)
             self._classify(route)
-            if legs not in seen:
-                seen.add(legs)
+            if visits not in seen:
+                seen.add(visits)
                 self._routes.append(_by_worker(route))
         for place, forwards in kept.items():
             self._room[place] = most_forward(forwards, piece.room(place[1]))
 
     @staticmethod
-    def _stops(number: int, piece: Problem, legs: Sequence[Leg]) -> Iterator[_Stop]:
-        for leg, after in zip(legs, [*legs[1:], legs[-1]], strict=True):
-            forward, gradient, *weight = (piece.cost(kind, leg.slice, leg.worker) for kind in piece.kinds)
-            yield _Stop((number, leg.worker), forward, gradient, sum(weight), piece.hop(leg.worker, after.worker))
+    def _stops(number: int, piece: Problem, visits: Sequence[Visit]) -> Iterator[_Stop]:
+        for visit, after in zip(visits, [*visits[1:], visits[-1]], strict=True):
+            forward, gradient, *weight = (piece.cost(kind, visit.slice, visit.worker) for kind in piece.kinds)
+            yield _Stop((number, visit.worker), forward, gradient, sum(weight), piece.hop(visit.worker, after.worker))
 
     def _classify(self, route: Sequence[_Stop]) -> None:
         """Add a micro-batch to those that pass the same workers. Slices of one worker in turn count as one."""
@@ -248,8 +248,8 @@ class LayoutBound:
                 min(stop.gradient, known.least_gradient) if known else stop.gradient,
                 min(stop.weight, known.least_weight) if known else stop.weight)
 
-    def _await(self, piece: Problem, stop: _Stop, leg: Leg) -> None:
-        low, high = piece.layers_of[leg.slice]
+    def _await(self, piece: Problem, stop: _Stop, visit: Visit) -> None:
+        low, high = piece.layers_of[visit.slice]
         for number, ((first, end), _) in enumerate(piece.reductions):
             if first < high and low < end:
                 work, forward = self._awaited.get((number, stop.place), (0, 0))
@@ -266,7 +266,7 @@ class LayoutBound:
 # are cut come to a line, it has shorter ones, and is not counted here.
 
 
-Route = tuple[Leg, ...]
+Route = tuple[Visit, ...]
 
 
 class WholeLine(NamedTuple):
@@ -286,21 +286,21 @@ def whole_lines(piece: Problem, routes: Mapping[MicroBatch, Route]) -> list[Whol
     counts = Counter(routes.values())
     passing: Counter[Worker] = Counter()
     for route, count in counts.items():
-        for leg in route:
-            passing[leg.worker] += count
+        for visit in route:
+            passing[visit.worker] += count
     return list({_line(piece, route, count) for route, count in counts.items()
-                 if all(passing[leg.worker] == count for leg in route)})
+                 if all(passing[visit.worker] == count for visit in route)})
 
 
 def _line(piece: Problem, route: Route, count: int) -> WholeLine:
     fills, busy = [], []
-    for leg, after in zip(route, [*route[1:], None], strict=True):
-        forward, gradient, *weight = (piece.cost(kind, leg.slice, leg.worker) for kind in piece.kinds)
-        activation = piece.activation(leg.slice)
-        most = min(count, piece.room(leg.worker) // activation) if activation else count
+    for visit, after in zip(route, [*route[1:], None], strict=True):
+        forward, gradient, *weight = (piece.cost(kind, visit.slice, visit.worker) for kind in piece.kinds)
+        activation = piece.activation(visit.slice)
+        most = min(count, piece.room(visit.worker) // activation) if activation else count
         back = 0 if after is None else piece.cost(piece.gradient_kind, after.slice, after.worker) \
-            + 2 * piece.hop(leg.worker, after.worker)
+            + 2 * piece.hop(visit.worker, after.worker)
         fills.append(Fill(forward, most, back))
-        step = piece.step(leg.worker)
+        step = piece.step(visit.worker)
         busy.append(count * (forward + gradient + sum(weight)) + step)
     return WholeLine(tuple(fills), tuple(busy))

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.model.layer_ticks import LayerTicks
 from slipstream.planner.model.layout import Held, LiveWorker, MicroBatch
 from slipstream.planner.model.unions import joined
@@ -32,7 +31,7 @@ class Unit(NamedTuple):
     microbatch: int
 
 
-class Leg(NamedTuple):
+class Visit(NamedTuple):
     """A slice of a route, and the worker that the layout has for it."""
 
     slice: int
@@ -77,7 +76,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
     """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others;
-    with routes, none."""
+    where `assigned`, none."""
     shedding: bool = False
     """Without sharing: of a stage that has lost a worker, live ones may hand on micro-batches of their own, too."""
     parts: tuple[int, ...] = ()
@@ -86,10 +85,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
     slices: tuple[LayerRange, ...] = ()
     """Those beside the stages, which have the next numbers."""
-    routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
-    """The slices that each micro-batch passes, in order; None: the stages of its chain."""
-    least: Bound | None = None
-    """With routes: no period is shorter, whatever the layout."""
+    routes: Mapping[MicroBatch, tuple[Visit, ...]]
+    """The slices that each micro-batch passes, in order; in place, the stages of its chain on workers of its pipeline,
+    which may be down."""
+    assigned: bool = False
+    """Whether the routes say who runs what, as those of layouts that were made do. In place, that is to be chosen."""
     question: Question = IN_PLACE
     """Of a problem that layouts are made for."""
     costs: LayerTicks = LayerTicks()
@@ -152,20 +152,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """The slices that a micro-batch passes, in order."""
-        if self.routes is None:
-            return self.grid.path(microbatch)
-        return [leg.slice for leg in self.routes[MicroBatch(pipeline, microbatch)]]
+        return [visit.slice for visit in self.routes[MicroBatch(pipeline, microbatch)]]
 
     @cached_property
     def holders(self) -> tuple[tuple[Worker, ...], ...]:
-        """[slice] the live workers that hold it, sorted; without routes, those of its stage's column."""
+        """[slice] the live workers that hold it, sorted; in place, those of its stage's column."""
         members: list[list[Worker]] = [[] for _ in self.groups]
         for worker in self.live:
             members[self.group(worker)].append(worker)
         found = [sorted(worker for group, held in enumerate(self.groups)
                         if any(low <= first and end <= high for low, high in held) for worker in members[group])
                  for first, end in self.layers_of]
-        if self.routes is None:
+        if not self.assigned:
             found = [[worker for worker in workers if worker.column == column]
                      for column, workers in zip(self.column_of, found, strict=True)]
         return tuple(map(tuple, found))
@@ -174,14 +172,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def unequal_time(self) -> bool:
         """Whether some live workers have less time for their own micro-batches than others, which may run them, have
         for theirs."""
-        return self.sharing and (self.slow or len(set(self.grid.microbatches)) > 1)
+        return self.sharing and not self.assigned and (self.slow or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """The workers that may run this slice of this pipeline's micro-batches. On fixed routes, none but those there.
+        """The workers that may run this slice of this pipeline's micro-batches; () where only those on the routes may.
         """
         if self.sharing:
             return self.holders[slice_]
-        if self.routes is not None:
+        if self.assigned:
             return ()
         own = self.worker(slice_, pipeline)
         short = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
@@ -244,7 +242,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def scope(self) -> Scope:
-        """The question that the problem asks, without routes."""
+        """The question that the problem asks, in place."""
         return Scope.OWN if not self.sharing else Scope.PLACE if self.sliced else Scope.STAGES
 
     @property
@@ -371,9 +369,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def operations(self) -> int:
         """Compute ops in one iteration: the size of the problem."""
-        units = self.grid.total_microbatches * self.grid.depth if self.routes is None else \
-            sum(map(len, self.routes.values()))
-        return units * len(self.kinds)
+        return sum(map(len, self.routes.values())) * len(self.kinds)
 
     # --- What layouts are made from -----------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
 
     "by-speed" leaves live workers only what they have time for: see `_by_speed`.
     """
-    if problem.routes is not None:
-        return {Unit(leg.slice, *batch): leg.worker for batch, route in problem.routes.items() for leg in route}
+    if problem.assigned:
+        return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
     if rule == "by-speed":
         return _by_speed(problem)
     hosts: dict[Unit, Worker] = {}

@@ -61,7 +61,7 @@ def shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
         wait = tuple(ticks + 1 for ticks in fill.idle)
         for lookahead in (0.0, 1.0, 0.5):
             yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
-    if problem.routes is not None:
+    if problem.assigned:
         for order, before, first, after, advance, gradient_advance in PATIENT:
             yield 0, DispatchRule(forward_order=order, lookahead=before, fill_wait=shares_of_forward(problem, first),
                                   forward_lookahead=after, advance=advance, gradient_advance=gradient_advance)
@@ -73,9 +73,9 @@ def shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
                 lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
                 make_room=make_room and problem.memory is not None and problem.backward == "split",
                 in_flight=in_flight(problem, slope, extra))
-        if problem.routes is None and problem.unequal_time:
+        if problem.unequal_time:
             yield ASSIGNMENT_RULES.index("by-speed"), rule
-        yield 0 if problem.routes is not None else assignment, rule
+        yield 0 if problem.assigned else assignment, rule
 
 
 def grid(problem: Problem) -> Iterator[DispatchRule]:
@@ -99,8 +99,8 @@ def changed(problem: Problem, rule: DispatchRule, random: random.Random, params:
 
 
 def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
-    which = params.changes if problem.routes is None else params.changes_of_layouts
-    if not problem.failed and problem.routes is None:
+    which = params.changes_of_layouts if problem.assigned else params.changes
+    if not (problem.failed or problem.assigned):
         which = tuple(one for one in which if one[0] not in ("load_share", "rerouted")) or which
     names, weights = zip(*which, strict=True)
     name = random.choices(names, weights)[0]

@@ -38,7 +38,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
     """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
     return [index for index, piece in enumerate(known.pieces)
-            if piece.problem.routes is None and _options(piece.problem) <= params.largest_proof]
+            if not piece.problem.assigned and _options(piece.problem) <= params.largest_proof]
 
 
 def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:

@@ -124,7 +124,7 @@ def divided(problem: Problem, bound: Bound, *, shedding: bool = True, moved: int
     With `shedding` and few micro-batches, live workers of stages that have lost one may hand on theirs.
     """
     few = max(problem.grid.microbatches) < FEW * problem.grid.depth
-    searched = problem if problem.unequal_time or problem.routes is not None else \
+    searched = problem if problem.unequal_time or problem.assigned else \
         msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
     return Incumbent(problem=problem, pieces=decompose(searched), bound=bound, moved=moved)
 

@@ -132,7 +132,7 @@ class ListScheduler:
         for first in self._first:
             done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
         if done < len(order):
-            assert self.arrays.problem.routes is not None, "list scheduler left ops out"
+            assert self.arrays.problem.assigned, "list scheduler left ops out"
             raise StuckError
         return order
 
@@ -154,7 +154,7 @@ class ListScheduler:
         if key not in self._ranks:
             if len(self._ranks) == RANKS_KEPT:
                 self._ranks.clear()
-            longer = self._longer if advance and self.arrays.problem.routes is not None else None
+            longer = self._longer if advance else None
             self._ranks[key] = _ranks(self.arrays, longer, *key)
         return self._ranks[key]
 
@@ -244,7 +244,7 @@ class ReservedMemory(NamedTuple):
 
 def reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
     """What keeps a list schedule from getting stuck; where layers are not held by column, what mostly does."""
-    return _by_column(arrays.problem) if arrays.problem.routes is None else _by_worker(arrays)
+    return _by_worker(arrays) if arrays.problem.assigned else _by_column(arrays.problem)
 
 
 def _by_worker(arrays: ProblemArrays) -> ReservedMemory:

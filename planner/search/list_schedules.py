@@ -45,7 +45,7 @@ def on_one_clock(known: Incumbent, params: ListParams) -> Incumbent:
 
 def _separate(known: Incumbent) -> bool:
     """Whether there are several pieces, of a layout, that can be put on one clock."""
-    return len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1
+    return len(known.pieces) > 1 and known.problem.assigned and known.problem.grid.chains == 1
 
 
 def _report(period: int, known: Incumbent, budget: Budget) -> None:

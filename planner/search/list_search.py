@@ -85,7 +85,7 @@ class _Best:
 
     def _compose(self, scheduler: ListScheduler) -> None:
         """Where sets of pipelines are independent, each may have its own best rule."""
-        if self.problem.routes is None or self.problem.optimizer == "synchronous":
+        if not self.problem.assigned or self.problem.optimizer == "synchronous":
             return
         if self._composition is None:
             self._composition = Composition(scheduler.arrays)
@@ -147,7 +147,7 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     schedulers, exchanging, over = _Schedulers(best), _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
-    if problem.routes is not None:
+    if problem.assigned:
         others = itertools.takewhile(lambda _: best.found is None, others)
     tried: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem), others):
@@ -155,7 +155,7 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
             tried.append(one)
         if over := best.over or (exchanging and best.spent > params.grid_share):
             break
-    if best.found is None or (problem.routes is None and (
+    if best.found is None or (not problem.assigned and (
             not over or (not best.closed and problem.operations <= params.largest_untimed))):
         for baseline in BASELINES.values():
             with suppress(StuckError):
@@ -178,7 +178,7 @@ class _Schedulers:
 
     def _new(self, index: int) -> ListScheduler | None:
         problem, rule = self._problem, ASSIGNMENT_RULES[index]
-        if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
+        if index and (problem.assigned or (not problem.failed and rule != "by-speed")):
             return None
         if rule == "by-speed" and not problem.unequal_time:
             return None
@@ -215,7 +215,7 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
 
 def _can_exchange(problem: Problem) -> bool:
     """Whether other assignments are worth a try: with one broken pipeline they are much the same."""
-    return problem.routes is None and len({worker.pipeline for worker in problem.failed}) > 1
+    return not problem.assigned and len({worker.pipeline for worker in problem.failed}) > 1
 
 
 def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:

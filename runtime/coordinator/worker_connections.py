@@ -133,9 +133,8 @@ class WorkerConnections:
         self.give_up(worker, f"worker {worker} failed: {reason} (see {self._log_of(worker)})")
 
     def are_given_up(self, workers: Collection[Worker]) -> bool:
-        """Whether all workers of a node have been given up: its machine may be gone without a word."""
-        return bool(workers) and all(worker in self._given_up and worker not in self._connections
-                                     for worker in workers)
+        """Whether no worker of a node is there, and one was given up: its machine may be gone without a word."""
+        return any(worker in self._given_up for worker in workers) and not any(map(self._connections.get, workers))
 
     def disconnected(self, connection: Connection) -> bool:
         """A connection has ended, and all messages that came over it have been handled; whether one of a worker that

@@ -221,6 +221,10 @@ class Session:
         if error is not None:
             raise CommunicationError(error)
 
+    def groups(self) -> dict[str, Group]:
+        """Those that are there, by name."""
+        return {name: one.group for name, one in self._held.items()}
+
     def over(self) -> bool:
         """Whether nothing that this session has begun changes a tensor any more."""
         held = (*self._held.values(), *self._lost)

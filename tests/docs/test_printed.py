@@ -30,7 +30,7 @@ def test_a_block_that_differs_becomes_what_was_printed(tmp_path):
     assert renewed(text, tmp_path)[1] == []
 
 
-@pytest.mark.parametrize("name", DOCUMENTS[:1])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_state_no_figure_that_no_command_printed(name):
     assert list(unprinted((ROOT / name).read_text())) == []
 

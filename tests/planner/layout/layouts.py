@@ -4,6 +4,7 @@ import itertools
 
 import networkx as nx
 
+from slipstream.planner.model.from_job import routes_in_place
 from slipstream.planner.model.layer_ticks import LayerTicks
 from slipstream.planner.model.layout import UNLIMITED, Layout, LiveWorker, MicroBatch
 from slipstream.planner.model.problem import Problem, Question
@@ -30,6 +31,7 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
         workers={worker: LiveWorker(
             per_mille=(slow or {}).get(str(worker), 1000), room=UNLIMITED if room is None else room,
             holds=(ranges[worker.column],)) for worker in grid.workers() if worker not in failed},
+        routes=routes_in_place(grid),
         costs=LayerTicks(forward=times, backward_input=times, backward_weight=times, optimizer=(optimizer,) * count,
                          all_reduce=(0,) * count, activation=(held,) * count, weight_stash=(held,) * count,
                          weights=(weights * held,) * count),

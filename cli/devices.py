@@ -1,16 +1,12 @@
-"""What this machine's device does, as one table: profile, planned against measured, recovery, settling, memory, bf16.
+"""`slipstream doctor --devices`: what this machine's devices do, as one page in the form of docs/devices.md.
 
-    python -m benchmarks.device [--device cpu|cuda] [--dtypes float32 bf16] [--blocks 6] [--width 256] [--context 128]
-        [--batch 4] [--microbatches 4] [--iterations 30] [--markdown] [--json]
-
-Runs the commands themselves for a small GPT in 2 pipelines of 2 stages, four workers: `slipstream profile` measures it,
-`slipstream table` plans for it, `slipstream train --layers move` trains it, loses a worker, and settles. On fewer GPUs
-than workers these share them, and talk over pinned host memory. Each stage's memory is measured besides, as
-`benchmarks.memory` does. `--iterations`: before the failure, and after it has settled. `--markdown` prints the table of
-docs/devices.md. It judges nothing: the exit status is 1 only where a command fails.
+Transports are checked for what they promise (`runtime.tools.conformance`). A run in float64 loses a worker, and its
+losses are compared with those of one process. Then the commands themselves run for a small GPT in 2 pipelines of 2
+stages, four workers, once in each dtype: `slipstream profile` measures it, `slipstream table` plans for it, `slipstream
+train --layers move` trains it, loses a worker, and settles; memory is measured besides. On fewer GPUs than workers
+these share them, and talk over pinned host memory.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -24,20 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.memory import STAGES, Line, compare, job_bytes
 from slipstream.planner.job.file import read_job
 from slipstream.planner.job.writer import job_text
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.device import choose_device
-from slipstream.runtime.events import Event, FetchBegun, Resumed, SettlingChosen
+from slipstream.runtime.events import Event, FetchBegun, Phase, Resumed, SettlingChosen
 from slipstream.runtime.replay.transport import choose_transport
 from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
+from slipstream.runtime.tools import conformance
+from slipstream.runtime.tools.reference import reference_run
+from slipstream.runtime.tools.stage_memory import STAGES, Line, compare, job_bytes
 
 PIPELINES, LOST = 2, "1.1"
 LIMIT_SECONDS = 240.0
@@ -46,6 +41,30 @@ LOOK_SECONDS = 0.1
 MOST_ITERATIONS = 1_000_000
 """The run is ended before."""
 NO_FAILURE_SOON = "1000000"
+EXACT_ITERATIONS, EXACT_LOST = 8, 3
+TOLERANCE = 1e-9
+"""Of losses, in float64."""
+
+
+class DevicesError(Exception):
+    """What must hold on any device does not, or a command has failed. The message says which."""
+
+
+class Size(NamedTuple):
+    """Of the model that is trained, and of the measurement."""
+
+    blocks: int = 6
+    width: int = 256
+    context: int = 128
+    batch: int = 4
+    microbatches: int = 4
+    iterations: int = 30
+    """Before the failure, and after it has settled."""
+    rounds: int = 7
+    dtypes: tuple[str, ...] = ("float32", "bf16")
+
+
+SIZE = Size()
 
 
 class Row(NamedTuple):
@@ -55,41 +74,69 @@ class Row(NamedTuple):
     value: str
 
 
-class Outcome(NamedTuple):
-    """All that one dtype gives; the rows are in the order of the table."""
-
-    dtype: str
-    rows: tuple[Row, ...]
-
-
 def command(*arguments: str) -> str:
-    """What a command of `slipstream` prints. Raises CalledProcessError."""
-    return subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True, stdout=subprocess.PIPE,
-                          text=True, timeout=LIMIT_SECONDS).stdout
+    """What a command of `slipstream` prints. Raises DevicesError."""
+    try:
+        return subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True, capture_output=True,
+                              text=True, timeout=LIMIT_SECONDS).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = str(error.stderr or error).strip().splitlines()
+        raise DevicesError(f"`slipstream {arguments[0]}` failed: {said[-1]}") from None
 
 
-def guess(options: argparse.Namespace, dtype: str) -> str:
+def conforming(device: str) -> Row:
+    """The transports that this machine has keep their promises. Raises DevicesError."""
+    cards = torch.cuda.device_count() if device == "cuda" else 0
+    transports = [conformance.GLOO, *[conformance.STAGED] * (cards > 0),
+                  *[conformance.NCCL] * (cards >= len(conformance.WORKERS))]
+    try:
+        return Row("checks of transports", ", ".join(f"{one}: {conformance.run(one)} of {len(conformance.CHECKS)}"
+                                                    for one in transports))
+    except conformance.NotConformingError as error:
+        raise DevicesError(str(error)) from None
+
+
+def exactness(device: str, folder: Path) -> Row:
+    """Losses of a run that loses a worker are those of one process. Raises DevicesError."""
+    job, table, out = (folder / name for name in ("exact.toml", "exact", "exact-run"))
+    job.write_text(guess(Size(2, 64, 32, 2), device, "float64"))
+    command("table", str(job), "--max-failures", "1", "--time-limit", "1", "--out", str(table))
+    command("train", str(job), "--table", str(table), "--kill", f"{LOST}@{EXACT_LOST}",
+            "--iterations", str(EXACT_ITERATIONS), "--checkpoint-every", "0", "--out", str(out))
+    read, record = read_job(job), read_run(out)
+    judged = reference_run(parse_run_config(read.model, read.training), [SIZE.microbatches] * PIPELINES,
+                           EXACT_ITERATIONS, torch.device(device))
+    losses = [float("nan") if one.loss is None else one.loss for one in record.committed]
+    if len(losses) != EXACT_ITERATIONS or not any(isinstance(one.event, Resumed) for one in record.events):
+        raise DevicesError("a run that loses a worker did not commit all iterations")
+    deviation = max(abs(found - expected) for found, expected in zip(losses, judged.losses, strict=True))
+    if not deviation <= TOLERANCE:
+        raise DevicesError(f"losses of a run deviate from those of one process by {deviation:.1e}")
+    return Row("losses against one process, float64, a worker lost", f"{deviation:.1e} apart at most")
+
+
+def guess(size: Size, device: str, dtype: str) -> str:
     """A job file whose times are to be measured."""
     return job_text({
-        "name": "device", "pipelines": PIPELINES, "stages": STAGES, "microbatches": options.microbatches,
+        "name": "device", "pipelines": PIPELINES, "stages": STAGES, "microbatches": size.microbatches,
         "time": {"forward": 1, "backward_input": 1, "backward_weight": 1},
-        "model": {name: getattr(options, name) for name in ("blocks", "width", "context")},
-        "training": {"batch": options.batch, "device": options.device, "dtype": dtype}}, {})
+        "model": {"blocks": size.blocks, "width": size.width, "context": size.context},
+        "training": {"batch": size.batch, "device": device, "dtype": dtype}}, {})
 
 
-def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Outcome:
+def measure(size: Size, device: str, dtype: str, folder: Path) -> list[Row]:
     """Run all commands for one dtype."""
     job, table, out = (str(folder / name) for name in ("job.toml", "table", "run"))
-    (folder / "guess.toml").write_text(guess(options, dtype))
+    (folder / "guess.toml").write_text(guess(size, device, dtype))
     tables = json.loads(command("profile", "--job", str(folder / "guess.toml"), "--out", job,
-                                "--rounds", str(options.rounds), "--json"))["job"]
+                                "--rounds", str(size.rounds), "--json"))["job"]
     command("table", job, "--max-failures", "1", "--exact", "--time-limit", "1", "--out", table)
-    with training(job, table, out, options.iterations):
-        record = watched(Path(out), lambda run: seen(run, options.iterations))
+    with training(job, table, out, size.iterations):
+        record = watched(Path(out), lambda run: seen(run, size.iterations))
     read = read_job(Path(job))
     config = parse_run_config(read.model, read.training)
-    return Outcome(dtype, (*profile_rows(tables), *run_rows(record),
-                           *memory_rows(compare(config, job_bytes(tables))), loss_row(record)))
+    return [*profile_rows(tables), *run_rows(record), *memory_rows(compare(config, job_bytes(tables))),
+            loss_row(record)]
 
 
 @contextmanager
@@ -118,7 +165,7 @@ def watched(out: Path, enough: Callable[[RunRecord], bool]) -> RunRecord:
             continue  # it has not begun
         if enough(record):
             return record
-    sys.exit(f"the run has not settled within {LIMIT_SECONDS:.0f} s; it said at last:\n"
+    raise DevicesError(f"the run has not settled within {LIMIT_SECONDS:.0f} s; it said at last:\n"
              + "\n".join(Path(f"{out}.log").read_text().splitlines()[-10:]))
 
 
@@ -151,7 +198,7 @@ def run_rows(run: RunRecord) -> list[Row]:
             Row("settled, three workers", f"does not pay: predicted {milliseconds(chosen.settled_period)}")]
 
 
-def longest_gap(run: RunRecord, phases: Mapping[str, Stretch]) -> str:
+def longest_gap(run: RunRecord, phases: Mapping[Phase, Stretch]) -> str:
     """While layers move, in iterations of the schedule that runs meanwhile."""
     begun = next(one.at for one in run.events if isinstance(one.event, FetchBegun))
     settled = phases["settled"].committed[1].at
@@ -209,41 +256,23 @@ def hardware(device: str) -> str:
     return f"{where}, {PIPELINES * STAGES} workers, {transport}{staged}, torch {torch.__version__}"
 
 
-def print_outcomes(title: str, outcomes: Sequence[Outcome], *, markdown: bool) -> None:
-    """One table, a column for each dtype."""
-    named = [row.what for row in outcomes[0].rows]
-    lines = [(what, *(row.value for row in rows)) for what, rows in
-             zip(named, zip(*(one.rows for one in outcomes), strict=True), strict=True)]
-    heads = ("", *(one.dtype for one in outcomes))
-    if markdown:
-        print(title, "", *(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines)), sep="\n")
-        return
-    table = Table(*heads, title=title)
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=choose_device("auto"))
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "float64", "bf16"], default=["float32", "bf16"])
-    for name, default in (("blocks", 6), ("width", 256), ("context", 128), ("batch", 4), ("microbatches", 4),
-                          ("iterations", 30), ("rounds", 7)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for name in ("markdown", "json"):
-        parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
-    outcomes = []
-    for dtype in options.dtypes:
+def page(device: Literal["cpu", "cuda"], told: Callable[[str], None]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The title, and what was found by dtype; `told` what is done at the moment. Raises DevicesError."""
+    told("checking transports")
+    rows = [conforming(device)]
+    with tempfile.TemporaryDirectory() as folder:
+        told("comparing a run with one process")
+        rows.append(exactness(device, Path(folder)))
+    found = {}
+    for dtype in SIZE.dtypes:
+        told(f"measuring {dtype}")
         with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(measure(options, dtype, Path(folder)))
-    title = f"{datetime.now().date()}: {hardware(options.device)}"
-    if options.json:
-        print(json.dumps({"title": title, **{one.dtype: dict(one.rows) for one in outcomes}}))
-    else:
-        print_outcomes(title, outcomes, markdown=options.markdown)
+            found[dtype] = dict([*rows, *measure(SIZE, device, dtype, Path(folder))])
+    return f"{datetime.now().date()}: {hardware(device)}", found
 
 
-if __name__ == "__main__":
-    main()
+def markdown(title: str, found: Mapping[str, Mapping[str, str]]) -> str:
+    """The page, in the form of docs/devices.md."""
+    lines = [("", *found), *[["---"] * (len(found) + 1)],
+             *((what, *(rows[what] for rows in found.values())) for what in next(iter(found.values())))]
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)])

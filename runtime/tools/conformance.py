@@ -1,0 +1,408 @@
+"""What every transport promises to replay (`runtime.replay.session`): checks that `slipstream doctor --devices` runs.
+
+Each is a function of a team: workers in threads of one process, over gloo on CPUs, gloo beside GPUs, or NCCL. They
+raise NotConformingError. Tests run them for a double that stands for NCCL, too.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.model.state.parts import Span, cut
+from slipstream.runtime.protocol.rendezvous import host_store
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.session import Links, OrderEndedError, Session, Shared
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Worker
+
+GLOO, STAGED, NCCL = "gloo on CPUs", "gloo beside GPUs", "nccl"
+WORKERS = (Worker(0, 0), Worker(0, 1), Worker(1, 1))
+GONE = Worker(1, 0)
+LAYERS: tuple[LayerRange, LayerRange] = ((0, 2), (2, 4))
+"""The last two workers hold layers 2 and 3 together."""
+LIMIT_SECONDS = 60.0
+HELD_UP_SECONDS = 0.2
+"""Long enough for a thread to be blocked by then."""
+RELEASED_SECONDS = 20.0
+"""On a busy machine."""
+LARGE = 2**21
+"""Elements that an abort finds half sent, half received, or half summed up."""
+
+
+class NotConformingError(Exception):
+    """A transport breaks a promise. The message is one line."""
+
+
+class Member(NamedTuple):
+    """One worker, in this process."""
+
+    worker: Worker
+    device: torch.device
+    links: Links
+
+    def full(self, value: float, size: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+        """On the device of this worker."""
+        return torch.full((size,), float(value), dtype=dtype, device=self.device)
+
+
+class Team:
+    """Workers that communicate over one transport, each in a thread of its own."""
+
+    def __init__(self, transport: str, workers: Sequence[Worker] = WORKERS) -> None:
+        self.store, _ = host_store()
+        self.ordered = "gloo" not in transport
+        on_cards = transport in {STAGED, NCCL}
+        self.members = [Member(worker, torch.device("cuda", place if self.ordered else 0) if on_cards
+                               else torch.device("cpu"), Links("nccl" if self.ordered else "gloo"))
+                        for place, worker in enumerate(workers)]
+        self._ranks = {worker: rank for rank, worker in enumerate(workers)}
+        self._pool = ThreadPoolExecutor(2 * len(workers))
+        self._sessions: list[Session] = []
+
+    def session(self, member: Member, generation: int = 1) -> Session:
+        """One that is not connected."""
+        made = Session(Membership(generation, self._ranks, member.worker), links=member.links, device=member.device,
+                       store=self.store)
+        self._sessions.append(made)
+        return made
+
+    def connected(self, generation: int = 1) -> list[Session]:
+        """Those of all members; the last two hold layers together."""
+        shared: Mapping[Shared, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
+        sharers = [{LAYERS[0]: WORKERS[:1]}, shared, shared]
+        return self.each(Session.connect, [self.session(member, generation) for member in self.members], sharers)
+
+    def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Call in a thread that computes on the device of a worker."""
+        def work() -> Any:
+            if member.device.type == "cuda":
+                torch.cuda.set_device(member.device)
+            return call(*arguments)
+
+        return self._pool.submit(work)
+
+    def each(self, call: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
+        """Call for all members at the same time."""
+        begun = [self.begin(member, call, *arguments)
+                 for member, *arguments in zip(self.members, *lists, strict=True)]
+        return [one.result(LIMIT_SECONDS) for one in begun]
+
+    def close(self) -> None:
+        """End all that is left."""
+        for one in self._sessions:
+            one.abort()
+        for one in self._sessions:
+            one.close()
+        for member in self.members:
+            member.links.close()
+        self._pool.shutdown(wait=False)
+
+
+def run(transport: str) -> int:
+    """Run all checks, each with a team of its own; how many there are. Raises NotConformingError."""
+    for name, check in CHECKS.items():
+        team = Team(transport)
+        try:
+            check(team)
+        except NotConformingError as error:
+            raise NotConformingError(f"{name}: {error}") from None
+        except Exception as error:
+            raise NotConformingError(f"{name}: {type(error).__name__}: {error}") from error
+        finally:
+            team.close()
+    return len(CHECKS)
+
+
+def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tensors: Sequence[Tensor],
+            tags: Sequence[int]) -> list[Tensor]:
+    """Send some tensors from one to another; what has arrived, on the CPU."""
+    source, target = ends
+
+    def send() -> None:
+        for parcel in [sessions[source].send(one, WORKERS[target], tag)
+                       for one, tag in zip(tensors, tags, strict=True)]:
+            parcel.wait()
+        sessions[source].commit_point()
+
+    def receive() -> list[Tensor]:
+        arriving = [sessions[target].receive(one.shape, one.dtype, WORKERS[source], tag)
+                    for one, tag in zip(tensors, tags, strict=True)]
+        return [parcel.take().cpu() for parcel in arriving]
+
+    sending, receiving = team.begin(team.members[source], send), team.begin(team.members[target], receive)
+    sending.result(LIMIT_SECONDS)
+    arrived: list[Tensor] = receiving.result(LIMIT_SECONDS)
+    return arrived
+
+
+def in_order(team: Team) -> None:
+    """Tensors arrive in the order in which they were sent; also two of one tag, as in two iterations."""
+    sent = [team.members[0].full(value, 2) for value in (1, 2, 3)]
+    found = pass_on(team, team.connected(), (0, 1), sent, (0, 1, 0))
+    _expect([one.tolist() for one in found] == [[1, 1], [2, 2], [3, 3]], "tensors are out of order")
+
+
+def both_ways(team: Team) -> None:
+    """Each posts its receive first; over NCCL, both would wait for good in one communicator."""
+    sessions = team.connected()
+
+    def swap(member: Member, other: Worker, one: Session) -> float:
+        arriving = one.receive((1,), torch.float64, other, 0)
+        one.send(member.full(member.worker.column), other, 0).wait()
+        return arriving.take().item()
+
+    begun = [team.begin(team.members[place], swap, team.members[place], WORKERS[1 - place], sessions[place])
+             for place in range(2)]
+    _expect([one.result(LIMIT_SECONDS) for one in begun] == [1, 0], "two that send to each other got other tensors")
+
+
+def any_tensor(team: Team) -> None:
+    """What is sent may be a view, and of any dtype."""
+    tensors = [torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(), torch.tensor(3.0),
+               torch.tensor([[2**40, -1]])]
+    found = pass_on(team, team.connected(), (0, 1), [one.to(team.members[0].device) for one in tensors], (0, 1, 2))
+    _expect(all(torch.equal(one, sent) and one.dtype == sent.dtype for one, sent in zip(found, tensors, strict=True)),
+            "other tensors arrived than were sent")
+
+
+def sums(team: Team) -> None:
+    """Gradients are summed over those who hold the layers only."""
+    tensors = [[member.full(rank + 1, 3, torch.float32), member.full(rank + 1, 2)]
+               for rank, member in enumerate(team.members)]
+    team.each(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), team.connected(), WORKERS,
+              tensors)
+    _expect([[one[0].item() for one in mine] for mine in tensors] == [[1, 1], [5, 5], [5, 5]], "sums are wrong")
+
+
+def meeting(team: Team) -> None:
+    """All wait for the last."""
+    sessions = team.connected()
+    begun = [team.begin(member, one.wait_for_all) for member, one in zip(team.members[1:], sessions[1:], strict=True)]
+    time.sleep(HELD_UP_SECONDS)
+    _expect(not any(one.done() for one in begun), "somebody did not wait for the last")
+    sessions[0].wait_for_all()
+    for one in begun:
+        one.result(LIMIT_SECONDS)
+
+
+def commit_point(team: Team) -> None:
+    """It returns once all is done."""
+    sessions = team.connected()
+    pass_on(team, sessions, (0, 1), [team.members[0].full(1)], (0,))
+    team.each(Session.commit_point, sessions)
+    _expect([one.errored() for one in sessions] == [None] * 3, "there is an error, and nothing has failed")
+    _expect(all(one.over() for one in sessions), "something is still under way")
+
+
+def _receives(team: Team, sessions: Sequence[Session]) -> Tensor:  # noqa: ARG001
+    """Blocks: nothing is sent."""
+    return sessions[1].receive((1,), torch.float64, WORKERS[2], 0).take().cpu()
+
+
+def _sums(team: Team, sessions: Sequence[Session]) -> Tensor:
+    """Blocks: the third worker takes no part."""
+    gradients = [team.members[1].full(1)]
+    sessions[1].sum_over_sharers(LAYERS[1], gradients)
+    return gradients[0].cpu()
+
+
+def _meets(team: Team, sessions: Sequence[Session]) -> None:  # noqa: ARG001
+    """Blocks: the others do not come."""
+    sessions[1].wait_for_all()
+
+
+def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
+    """An abort releases it. It may return as if all were well, with garbage, or raise: a commit point raises in any
+    case."""
+    sessions, begun = _blocked(team, blocked)
+    device = blocked is not _meets and team.ordered
+    _expect(sessions[1].errored() is None, "there is an error, and nothing has failed")
+    _expect(sessions[1].over() is not device, "what is under way would still fill a tensor")
+    sessions[1].abort()
+    error = begun.exception(RELEASED_SECONDS)
+    _expect(isinstance(error, CommunicationError | None), f"an abort ended it with {error!r}")
+    if device and error is None and team.members[1].device.type == "cpu":
+        _expect(begun.result().isnan().all(), "the double leaves garbage")
+    _raises(OrderEndedError, sessions[1].commit_point)
+    _raises(CommunicationError, lambda: sessions[1].send(team.members[1].full(1), WORKERS[0], 1))
+    sessions[1].drain()
+    _expect(sessions[1].over(), "something is still under way")
+
+
+def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[Session]], Any]) -> None:
+    """Over gloo, who waits for a member that is gone is told at once; over NCCL nothing says so but a question."""
+    sessions, begun = _blocked(team, blocked)
+    sessions[2].abort()
+    if team.ordered:
+        time.sleep(HELD_UP_SECONDS)
+        _expect(not begun.done(), "it did not wait for the abort")
+        sessions[1].abort()
+        begun.result(RELEASED_SECONDS)
+    else:
+        _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "it was not told of a death")
+    sessions[1].abort()
+    _raises(CommunicationError, sessions[1].commit_point)
+
+
+def _blocked(team: Team, call: Callable[[Team, Sequence[Session]], Any]) -> tuple[list[Session], "Future[Any]"]:
+    sessions = team.connected()
+    begun = team.begin(team.members[1], call, team, sessions)
+    time.sleep(HELD_UP_SECONDS)
+    _expect(not begun.done(), "it did not wait")
+    return sessions, begun
+
+
+def abort_of_a_meeting(team: Team) -> None:
+    """An abort ends a meeting that somebody does not come to."""
+    made = [team.session(member) for member in team.members[:2]]
+    begun = [team.begin(member, one.connect) for member, one in zip(team.members, made, strict=False)]
+    time.sleep(HELD_UP_SECONDS)
+    _expect(not any(one.done() for one in begun), "they did not wait for the third")
+    for one in made:
+        one.abort()
+    _expect(all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun),
+            "an abort did not end a meeting")
+
+
+def abort_at_any_time(team: Team, size: int) -> None:
+    """Again and again sent and received, summed and committed, until it is aborted: no commit point follows that. Gloo
+    forgets those who wait for what is half sent, half received, or half summed up."""
+    sessions, aborted, late = team.connected(), threading.Event(), list[bool]()
+
+    def work(member: Member, one: Session) -> None:
+        rank, received = WORKERS.index(member.worker), 1.0
+        while True:
+            if rank == 0:
+                one.send(member.full(1, size), WORKERS[1], 0).wait()
+            elif rank == 1:
+                received = one.receive((size,), torch.float64, WORKERS[0], 0).take()[-1].item()
+            gradients = [member.full(rank, size)]
+            one.sum_over_sharers(LAYERS[member.worker.column], gradients)
+            known = aborted.is_set()
+            one.commit_point()
+            late.append(known)
+            _expect(received == 1 and (rank == 0 or gradients[0][-1].item() == 3), "garbage was committed")
+
+    begun = [team.begin(member, work, member, one) for member, one in zip(team.members, sessions, strict=True)]
+    until = time.monotonic() + RELEASED_SECONDS
+    while not late and time.monotonic() < until:
+        time.sleep(HELD_UP_SECONDS)
+    time.sleep(HELD_UP_SECONDS)
+    for one in sessions:
+        one.abort()
+    aborted.set()
+    _expect(all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun),
+            "an abort did not end it")
+    _expect(bool(late) and not any(late), "a commit point followed an abort")
+
+
+def clean_groups(team: Team) -> None:
+    """Where transfers match by order, groups in which nothing was under way live on; over gloo, a receive may be left
+    in them."""
+    sessions, begun = _blocked(team, _receives)
+    before = [one.groups() for one in sessions]
+    for one in sessions:
+        one.abort()
+    begun.exception(RELEASED_SECONDS)
+    for one in sessions:
+        one.drain()
+        one.release()
+    again = team.connected(2)
+    kept = {name for mine, one in zip(before, again, strict=True) for name, group in one.groups().items()
+            if mine[name] is group}
+    names = {name for mine in before for name in mine}
+    _expect(kept == (names - {"1.1:0 to 0.1:0"} if team.ordered else set()), f"of {sorted(names)}, {sorted(kept)} live")
+    _expect(pass_on(team, again, (2, 1), [team.members[2].full(7)], (0,))[0].item() == 7, "another tensor arrived")
+    gradients = [[member.full(1)] for member in team.members]
+    team.each(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), again, WORKERS, gradients)
+    _expect([mine[0].item() for mine in gradients] == [1, 2, 2], "sums are wrong")
+
+
+def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) -> None:
+    """Who keeps a part has its sums, and all have what its owner steps; of four elements, the last of three workers has
+    none."""
+    one = cut(total, [*WORKERS, *gone], (), sharded=True)
+    if gone:
+        left = one.left(WORKERS)
+        assert left is not None
+        one = left
+    sessions = _all_share(team)
+    devices = [member.device for member in team.members]
+    draw = torch.Generator().manual_seed(total)
+    given = [torch.randn(one.length, generator=draw).to(dtype).to(device) for device in devices]
+    totals = torch.stack([gradients.cpu().double() for gradients in given]).sum(0)
+    parameters = [torch.full((one.length,), float(rank), dtype=dtype, device=devices[rank]) for rank in range(3)]
+    copies = [{span: torch.zeros(span[1] - span[0], dtype=dtype, device=device) for span in one.copied(worker)}
+              for worker, device in zip(WORKERS, devices, strict=True)]
+
+    def work(exchange: PartExchange, gradients: Tensor, there: Mapping[Span, Tensor], mine: Tensor) -> None:
+        for _ in range(2):
+            exchange.reduce(LAYERS[0], gradients, one, there)
+            exchange.wait_for_copies()
+        exchange.gather(LAYERS[0], mine, one)()
+
+    first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sessions))
+    team.each(lambda exchange, mine, there: exchange.reduce(LAYERS[0], mine, one, there), exchanges, first, copies)
+    team.each(PartExchange.wait_for_copies, exchanges)
+    close = partial(torch.allclose, rtol=1e-2, atol=1e-6 if dtype is torch.bfloat16 else 1e-12)
+    for worker, mine, theirs in zip(WORKERS, first, copies, strict=True):
+        _expect(all(close(theirs.get(span, mine[slice(*span)]).cpu().double(), totals[slice(*span)])
+                    for span in one.kept(worker)), f"{worker} has other sums of what it keeps")
+    team.each(work, exchanges, given, copies, parameters)
+    owners = {element: float(rank) for rank, worker in enumerate(WORKERS) for span in one.own(worker)
+              for element in range(*span)}
+    _expect(all(its[:total].tolist() == [owners[element] for element in range(total)] for its in parameters),
+            "parameters are not those of their owners")
+
+
+def bytes_between(team: Team) -> None:
+    """Bytes go from worker to worker."""
+    sessions = _all_share(team)
+    arrived = team.begin(team.members[2], sessions[2].receive_bytes, LAYERS[0], WORKERS[0])
+    sessions[0].send_bytes(b"some bytes", LAYERS[0], WORKERS[2])
+    _expect(arrived.result(LIMIT_SECONDS) == b"some bytes", "other bytes arrived than were sent")
+
+
+def _all_share(team: Team) -> list[Session]:
+    """Sessions of three workers that hold layers 0 and 1 together."""
+    return team.each(lambda one: one.connect({LAYERS[0]: WORKERS}, bytes_too=True), list(map(team.session,
+                                                                                           team.members)))
+
+
+def _expect(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise NotConformingError(otherwise)
+
+
+def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except kind:
+        return
+    raise NotConformingError(f"after an abort, a call did not raise {kind.__name__}")
+
+
+CHECKS: dict[str, Callable[[Team], None]] = {
+    "tensors in order": in_order, "both ways at once": both_ways, "any tensor": any_tensor, "sums": sums,
+    "meeting": meeting, "commit point": commit_point,
+    **{f"abort of {blocked.__name__[1:]}": partial(abort_of_a_blocked, blocked=blocked)
+       for blocked in (_receives, _sums, _meets)},
+    **{f"abort of {blocked.__name__[1:]} after a death": partial(abort_after_a_death, blocked=blocked)
+       for blocked in (_receives, _sums)},
+    "abort of a meeting": abort_of_a_meeting,
+    **{f"abort at any time, {size} elements": partial(abort_at_any_time, size=size) for size in (1, LARGE)},
+    "clean groups live on": clean_groups,
+    **{f"parts of {total} elements, {str(dtype)[6:]}, {len(gone)} gone": partial(parts, total=total, dtype=dtype,
+                                                                               gone=gone)
+       for total in (10, 4) for dtype in (torch.float64, torch.bfloat16) for gone in ((), (GONE,))},
+    "bytes": bytes_between,
+}
+"""By name."""

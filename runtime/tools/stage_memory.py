@@ -1,0 +1,144 @@
+"""What a stage holds, measured in a process of its own: micro-batches between F and I, between I and W, and always.
+
+    python -m slipstream.runtime.tools.stage_memory STAGE CONFIG
+
+prints it as JSON. The system says what the process holds (Linux), or torch what it has allocated on its GPU.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.device import choose_device
+from slipstream.runtime.model.computing.slices import SliceRunner, TensorForm, forms
+from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.passed import Form
+from slipstream.runtime.model.state.holding import build_holding
+
+STAGES = 2
+ROW = 8
+"""Micro-batches that are held at a time."""
+MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "32768"}
+"""What is freed goes back to the system, so that what a process holds is what is alive."""
+
+
+class Line(NamedTuple):
+    """Bytes of one thing on one stage."""
+
+    stage: int
+    what: str
+    profiled: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        """Profiled by measured."""
+        return self.profiled / self.measured
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory that this process holds, on a GPU or on its machine."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(config: RunConfig, index: int) -> dict[str, int]:
+    """Bytes of a stage in this process: for a micro-batch after F and after I; always; and of the copies."""
+    torch.set_num_threads(1)
+    device = torch.device(choose_device(config.training.device))
+    model = model_for(config.model, 0, parameter_dtype(config.training), device)
+    ranges = split_layers(model.layers, STAGES)
+    takes, gives = (forms(model, config)[layer] for layer in ranges[index])
+    corpus = load_corpus(config)
+    _warm_up(config)
+    before = held_bytes(device)
+    holding = build_holding(model, range(*ranges[index]), config.training)
+    stage = SliceRunner(ranges[index], holding.modules, model, loss_scale=1.0, config=config)
+
+    def forward(microbatch: Microbatch) -> None:
+        tokens, target = (half.to(device) for half in corpus.batch(microbatch, config.training.batch,
+                                                                   config.model.context))
+        value = tokens if stage.first else _noise(takes, device)
+        sent.append(stage.forward(microbatch, value, target if stage.last else None, split=True))
+
+    def backward_input(microbatch: Microbatch) -> None:
+        sent.append(stage.backward_input(microbatch, None if stage.last else _noise(gives, device)))
+
+    sent: deque[object] = deque(maxlen=0)  # what a stage returns has left when the next op runs
+    row = [Microbatch(0, 0, number) for number in range(ROW)]
+    _each(row[:1], forward, backward_input, stage.backward_weight)
+    optimizer = holding.optimizer
+    cast(Any, optimizer)._optimizer.step()  # makes the state, and no copies
+    plain = held_bytes(device)
+    for iteration in range(2):
+        optimizer.step(iteration)
+    always = held_bytes(device)
+    _each(row, forward)
+    after_forward = held_bytes(device)
+    _each(row, backward_input)
+    after_input = held_bytes(device)
+    _each(row, stage.backward_weight)
+    return {"activation": (after_forward - always) // ROW, "stash": (after_input - always) // ROW,
+            "undo copies": always - plain, "always": always - before}
+
+
+def _noise(form: Form, device: torch.device) -> Tensor:
+    assert isinstance(form, TensorForm), "the layers that ship pass one tensor"
+    return torch.randn(form.shape, dtype=form.dtype, device=device)
+
+
+def _warm_up(config: RunConfig) -> None:
+    """Have torch load what it loads when it is first used."""
+    model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
+                      torch.float32, torch.device("cpu"))
+    holding = build_holding(model, range(model.layers), config.training)
+    stage = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    microbatch = Microbatch(0, 0, 0)
+    stage.forward(microbatch, tokens, tokens, split=True)
+    stage.backward_input(microbatch, None)
+    stage.backward_weight(microbatch)
+    holding.optimizer.step(0)
+
+
+def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None:
+    for call in calls:
+        for microbatch in row:
+            call(microbatch)
+
+
+def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What a job file says that a stage holds: for a micro-batch after F and after I, and always."""
+    unit, memory = tables["memory"]["unit_bytes"], tables["memory"]
+    return {what: [unit * size for size in memory[name]]
+            for what, name in (("activation", "activation"), ("stash", "weight_stash"), ("always", "weights"))}
+
+
+def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
+    """Profiled bytes of each stage, by what they are of, against those of processes."""
+    lines = []
+    for index in range(STAGES):
+        answer = subprocess.run([sys.executable, "-m", "slipstream.runtime.tools.stage_memory", str(index),
+                                 config.to_json()],
+                                check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
+        measured = json.loads(answer.stdout)
+        lines += [Line(index, what, sizes[index], measured[what]) for what, sizes in profiled.items()]
+    return lines
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(RunConfig.from_json(sys.argv[2]), int(sys.argv[1]))))
