@@ -18,8 +18,8 @@ MAX_GRIDS = 3
 """Violations of a file that are drawn; the others are only named."""
 
 Bound = Annotated[bool, typer.Option("--bound", help=(
-    "Also prove the lower bound that a file states. One that CP-SAT found, or that counts all-reduces or whole layers "
-    "where layers may move, may be more than this can prove."))]
+    "Also prove the lower bound that a file states. One that CP-SAT found may be more than this can prove; so may one "
+    "of version 0.1 for layers that move."))]
 
 
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:

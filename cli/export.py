@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from slipstream.cli.shared.console import answer_no, completing, err, print_json, refuse
@@ -19,11 +20,12 @@ from slipstream.cli.shared.options import Json
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.megatron import layout_text
 from slipstream.schedules.check import check
+from slipstream.schedules.primus import PrimusError, primus_table
 from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.torchcsv import TorchCsvError, write_order
 from slipstream.schedules.torchtitan import NEWEST, VERSIONS, torchtitan_flags
 
-FORMATS = ("torch-csv", "torchtitan", "megatron", "hugging-face")
+FORMATS = ("torch-csv", "torchtitan", "megatron", "primus", "hugging-face")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
@@ -31,7 +33,8 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help=(
 Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="torchtitan, hugging-face: the folder to write.")]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=completing(*FORMATS), help=(
     "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; torchtitan: that, "
-    "and torchtitan's flags for it; megatron: Megatron-LM's flags for a job's layers; hugging-face: a folder that "
+    "and torchtitan's flags for it; megatron: Megatron-LM's flags for a job's layers; primus: the table of AMD Primus' "
+    "pipeline runner, as JSON; hugging-face: a folder that "
     "transformers' `from_pretrained` loads."))]
 Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
 Communication = Annotated[bool, typer.Option("--communication", help=(
@@ -44,7 +47,7 @@ TitanVersion = Annotated[str, typer.Option(
     "--titan-version", metavar="VERSION", autocompletion=completing(*VERSIONS),
     help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
-    "torch-csv: write to this file, not to stdout."))]
+    "torch-csv, primus: write to this file, not to stdout."))]
 
 
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
@@ -55,18 +58,21 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, FORMATS)
-    _require_for(to, ("torch-csv",), ("--communication", communication), ("--out", out_file))
+    _require_for(to, ("torch-csv",), ("--communication", communication))
+    _require_for(to, ("torch-csv", "primus"), ("--out", out_file))
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
     _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
     require_choice("--titan-version", titan_version, tuple(VERSIONS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
-        refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
+        refuse(f"{folder}: --to {to} writes to {'stdout' if to == 'megatron' else '--out FILE'}")
     if to == "hugging-face":
         _to_hugging_face(file, folder, json)
     elif to == "megatron":
         _to_megatron(file, decoder_layers, json)
+    elif to == "primus":
+        _to_primus(file, out_file, json)
     elif to == "torchtitan":
         _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, json)
     else:
@@ -162,6 +168,19 @@ def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
     else:
         typer.echo(f"--pipeline-model-parallel-size {job.stages} "
                    f"--pipeline-model-parallel-layout {shlex.quote(layout)}")
+
+
+def _to_primus(file: Path, out_file: Path | None, json: bool) -> None:
+    schedule = _read_valid(file, 0)
+    try:
+        table = primus_table(schedule)
+    except PrimusError as error:
+        answer_no(f"{file}: {error}")
+    if out_file is not None:
+        write_or_refuse(out_file, msgspec.json.encode(table))
+        err.print(f"written to {out_file}", soft_wrap=True)
+    if json or out_file is None:
+        print_json(table)
 
 
 def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:

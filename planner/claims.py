@@ -2,26 +2,32 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.model.bounds import strongest_bound
-from slipstream.planner.model.from_job import held_problem, in_place
-from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
+from slipstream.planner.model.layer_ticks import LayerTicks
+from slipstream.planner.model.problem import Problem, Question
 from slipstream.planner.normalise import Windows
 from slipstream.planner.overlapped import least_of_columns
+from slipstream.planner.portfolio import least_of
 from slipstream.planner.report import shared_ticks
+from slipstream.schedules.costs import LayerCosts, Room
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 
 def proven_bound(schedule: Schedule) -> Bound:
     """A bound for the question that the schedule's own answers, with these workers and the room they have.
 
-    With any layers, only work bounds the period, and the optimizer step of a layer. That of the planner counts the
-    all-reduce of a layer, too, and that whole layers are run, whose times no file tells. CP-SAT proves more of small
+    Where micro-batches may be cut or layers moved, it counts what a file tells of the costs of layers. Files of before
+    do not tell them: then only work bounds the period, and the optimizer step of a layer. CP-SAT proves more of small
     problems than this.
     """
+    if schedule.times.of_layers and schedule.scope in (Scope.PLACE, Scope.LAYERS) and not schedule.overlaps:
+        return _least(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.LAYERS:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, Scope.LAYERS)
@@ -29,7 +35,7 @@ def proven_bound(schedule: Schedule) -> Bound:
         return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
     problem = _problem(schedule, [role for role in schedule.grid.workers() if role not in schedule.player_of])
     bound = strongest_bound(problem)
-    return bound.narrowed(Scope.ORDER) if schedule.scope is Scope.ORDER else bound
+    return Bound(bound.ticks, schedule.scope, bound.counts)
 
 
 def _exposed(schedule: Schedule) -> tuple[int, ...]:
@@ -51,5 +57,36 @@ def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
         times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
         holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=scope is not Scope.OWN,
-        # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.
-        parts=() if scope in (Scope.OWN, Scope.STAGES) else (0,) * len(grid.stages))
+        parts=() if scope in (Scope.OWN, Scope.STAGES) else _parts(schedule))
+
+
+def _parts(schedule: Schedule) -> tuple[int, ...]:
+    """Into how many equal layers stages may be cut. Where the file does not tell what layers cost, only the work counts
+    of a stage of several."""
+    if schedule.times.of_layers:
+        return equal_parts(schedule.grid, _costs(schedule.times.of_layers))
+    return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
+
+
+def _costs(told: LayerCosts) -> LayerTicks:
+    return LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
+
+
+def _least(schedule: Schedule, told: LayerCosts) -> Bound:
+    """A bound for all layouts, where layers cost at least what the file tells."""
+    grid, memory = schedule.grid, schedule.memory
+    per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
+    costs = _costs(told)
+    if memory is not None:
+        others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
+        memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,
+                                         capacity=tuple(math.ceil(room * per_unit) for room in memory.capacity))
+    shared = schedule.scope is Scope.PLACE and all(seat.holds is None for seat in schedule.seats)
+    below = problem_of_layers(
+        costs, msgspec.structs.replace(schedule.times, transfer=math.floor(schedule.times.transfer * per_tick)), memory,
+        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
+        holds={worker: schedule.holds(worker) for worker in schedule.members}, backward=schedule.backward,
+        optimizer=schedule.optimizer, question=Question(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
+        sharing=shared, parts=equal_parts(grid, costs) if shared else ())
+    bound = least_of(below)
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / per_tick))

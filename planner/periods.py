@@ -159,7 +159,7 @@ class Periods:
 
 def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
     """Seconds that no plan is shorter than, whatever layers live workers hold: the work that they share."""
-    return float(work_bound(layered_problem(job, failed)) * tick_of(job, layer_costs(job)))
+    return float(work_bound(layered_problem(job, failed, down=True)) * tick_of(job, layer_costs(job)))
 
 
 def _round_robin(problem: Problem) -> Pieces:

@@ -8,23 +8,23 @@ within a stage (`planner.layout.fixed`). With layers that may move, all candidat
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 import msgspec
 
 from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
+from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.bounds import exact_bound
-from slipstream.planner.model.from_job import layered_problem, with_layout
+from slipstream.planner.model.from_job import equal_parts, layered_problem, with_layout
 from slipstream.planner.model.layout import Layout
 from slipstream.planner.model.problem import Problem, Question
-from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.model.ticks import tick_of, unit_of
 from slipstream.planner.model.work_bounds import period_bound
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
+from slipstream.schedules.costs import LayerCosts
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Worker
 
@@ -36,17 +36,17 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         return Proposals(problem)
-    question = Question(layers=options.layers, sliced=options.slices, from_checkpoint=options.from_checkpoint)
-    given = layered_problem(job, failed, question, backward=options.backward or "split",
-                            optimizer=options.optimizer or "staggered", holds=dict(options.holds))
+    sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
+    question = Question(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
+    given, below = (
+        layered_problem(job, failed, question, backward=options.backward or "split",
+                        optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
+        for down in (False, True))
     costs = layer_costs(job)
-    tick = tick_of(job, costs)
-    scale = tick_of(job) / tick  # ticks of a layout's problem in one of the problem as it is
-    rounding = _rounding(job, costs, tick, scale)
-    least = rounding.sure(period_bound(given))
+    scale, units = tick_of(job) / tick_of(job, costs), unit_of(job) / unit_of(job, costs)
     if problem is not None and options.layers == "fixed":
-        ticks, counts = exact_bound(problem)
-        least |= Bound(rounding.least(ticks * scale), problem.scope, counts)
+        below = msgspec.structs.replace(below, sharing=problem.sharing, parts=equal_parts(below.grid, below.costs))
+    least, given = least_of(below), _telling(given, below)
 
     def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
         try:
@@ -58,47 +58,42 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(problem, bound=rounding.of_stages(least, scale), layouts=layouts,
+    return Proposals(problem and _telling(problem, below, scale, units), layouts=layouts,
+                     bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
                      units=given.grid.total_microbatches * given.grid.depth, moving=options.layers == "move")
 
 
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Whether slices can shorten the plan of the problem as it is."""
-    return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
+    """Whether layouts can be better than the problem as it is: with slices, or where that may have too little room."""
+    return problem is not None and (
+        problem.roomier or (options.slices and problem.sliced and problem.grid.chains == 1))
 
 
-class _Rounding(NamedTuple):
-    """What rounding to ticks may have taken or added, where times are finer than a tick."""
+def least_of(below: Problem) -> Bound:
+    """A bound for all layouts that the question of a problem of layers allows, where these cost no more than there.
 
-    share: Fraction
-    """Of an op."""
-    ticks: int
-    """Of all that a bound counts beside the ops: at most once, each all-reduce, optimizer step and, there and back,
-    transfer of a stage or of its layers."""
+    Any schedule stays one where ops take less time, each ending when it did and beginning later: what waits for its end
+    waits no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is
+    longer. So it does where transfers take less, and where less memory is needed or more is there. Hence a bound for
+    costs that were rounded down holds for the costs themselves, and for what they were rounded up to: the slices of
+    layouts, which take the sums of their layers, and whole stages, of which each takes at least that sum.
 
-    def least(self, ticks: Fraction) -> int:
-        """What of a bound holds for all candidates, however their times were rounded."""
-        return max(0, math.ceil(ticks * (1 - self.share)) - self.ticks)
-
-    def sure(self, bound: Bound) -> Bound:
-        """The same of a value."""
-        return msgspec.structs.replace(bound, ticks=self.least(Fraction(bound.ticks)))
-
-    def of_stages(self, bound: Bound, scale: Fraction) -> Bound:
-        """A bound in ticks of layers as one in ticks of whole stages, of which each is `scale` of those."""
-        ticks = max(0, math.floor(bound.ticks / scale * (1 - self.share)) - self.ticks)
-        return msgspec.structs.replace(bound, ticks=ticks)
+    Where the problem shares its micro-batches, layers are in place, and bounds of whole stages, cut into equal `parts`
+    at most, count, too.
+    """
+    found = period_bound(below)
+    if below.sharing:
+        ticks, counts = exact_bound(below)
+        found |= Bound(math.ceil(ticks), found.scope, counts)
+    return found
 
 
-def _rounding(job: Job, costs: LayerCosts, tick: Fraction, scale: Fraction) -> _Rounding:
-    """`tick` is that of layers, in seconds; `scale`: how many of these are one of stages."""
-    ops = [value / tick for value in (*costs.forward, *costs.backward_input, *costs.backward_weight) if value]
-    others = [value / tick for value in (*costs.optimizer, *costs.all_reduce, exact(job.time.transfer))]
-    if scale.denominator == 1 and all(value.denominator == 1 for value in (*ops, *others)):
-        return _Rounding(Fraction(0), 0)
-    stages = len(job.columns)
-    return _Rounding(min(Fraction(1), 1 / min(ops)), 2 * (len(costs.forward) + math.ceil(scale) * stages)
-                     + 2 * math.ceil(scale) * stages)
+def _telling(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
+             per_unit: Fraction = Fraction(1)) -> Problem:
+    """With the costs of layers that bounds count, so that its schedules' files tell them."""
+    told = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                      **msgspec.structs.asdict(below.costs))
+    return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=told))
 
 
 def _moved(given: Problem, layout: Layout) -> int:

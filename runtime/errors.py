@@ -12,6 +12,10 @@ class CoordinatorFailedError(RuntimeError):
     """
 
 
+class NobodyLeftError(RuntimeError):
+    """No worker lives of the run that another coordinator has led. The message is one line."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; torch adds its stack to it."""
     return (str(error).splitlines() or ["no reason given"])[0]

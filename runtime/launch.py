@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_log import EventLog, both
-from slipstream.runtime.coordinator.event_loop import EventLoop, NobodyLeftError
+from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from slipstream.runtime.coordinator.metrics import record_metrics
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.device import gpu_count
-from slipstream.runtime.errors import CoordinatorFailedError, first_line
+from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import LOSSES, Started
 from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
@@ -182,15 +182,15 @@ class _Launch:
             fork_server = held.take(adopted)
             store, store_address = host_store(Rendezvous(opened.host, 0))
             options.announce(opened)
-            log = CommitLog(self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+            log = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                             validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
                                                          options.tensorboard, options.notify,
                                                          options.observe_iteration))
-            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
-                                                     both(metrics.observe, options.observe), options.notify))
+            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), options.notify))
+            event_log.iteration = first
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
@@ -213,10 +213,10 @@ class _Launch:
                 number = self.stop.received or signal.SIGTERM
                 raise RunStopped(number, f"interrupted by {number.name}" + (
                     f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
-            write_measured_trace(log.trace(), out / "trace.json")
+            write_measured_trace(events.state.log.trace(), out / "trace.json")
             if config.model.hugging_face is not None:
                 self._export()
-        return result_of(self.schedule, first, log, events, out)
+        return result_of(self.schedule, events, out)
 
     def _export(self) -> None:
         """Write the model as transformers reads it. Where that fails, the layers' own files are there."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from slipstream.runtime.coordinator.event_log import Observer
 from slipstream.runtime.coordinator.metrics import IterationObserver
-from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, WithDegraded
+from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.run import Notify
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS

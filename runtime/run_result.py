@@ -5,7 +5,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointCost
-from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
@@ -42,13 +41,15 @@ class RunResult:
     out: Path
 
 
-def result_of(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
-    """That of a run which began at iteration `first` and has ended."""
-    return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
-                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
+def result_of(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
+    """That of a run which has ended."""
+    state, log, news = events.state, events.state.log, events.news
+    return RunResult(first_iteration=log.first_iteration, losses=tuple(log.losses), trace=log.trace(), out=out,
+                     parameter_digest=combined_digest(log.digests),
+                     measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.news.notes),
-                     speed_events=tuple(events.news.speed_events), speed_periods_seconds=tuple(
+                     recoveries=state.recovery.recoveries, notes=tuple(news.notes),
+                     speed_events=tuple(news.speed_events), speed_periods_seconds=tuple(
                          log.measured_period_seconds(event.iteration, end.iteration if end else None)
-                         for event, end in zip_longest(events.news.speed_events, events.news.speed_events[1:])),
-                     checkpoints=events.news.checkpoints.costs)
+                         for event, end in zip_longest(news.speed_events, news.speed_events[1:])),
+                     checkpoints=state.checkpoints.costs)

@@ -103,6 +103,7 @@ def _require_version_1(schedule: Schedule) -> None:
     for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
                       ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer),
+                      ("times.of_layers", schedule.times.of_layers),
                       ("times.overlap", schedule.overlaps),
                       ("bound_scope", schedule.bound_scope)):
         if used:
@@ -232,6 +233,12 @@ def _validate_times(times: Times, schedule: Schedule) -> None:
         for ticks in getattr(times, name):
             _ticks(f"times.{name}", ticks)
     _ticks("times.transfer", times.transfer)
+    for name, values in msgspec.structs.asdict(times.of_layers).items() if times.of_layers else ():
+        scale = name in ("per_tick", "per_unit")
+        if not scale:
+            _length(f"times.of_layers.{name}", values, grid.layer_count, "layer")
+        for value in values:
+            _in_range(f"times.of_layers.{name}", value, int(scale), MAX_TICKS)
     for slow in times.slow:
         _in_grid("times.slow", slow.worker, grid)
         _in_range("times.slow", slow.per_mille, 1, 10**6)

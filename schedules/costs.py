@@ -17,6 +17,26 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     per_mille: int
 
 
+class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What each layer costs at least, one value a layer: what bounds for all layouts count.
+
+    Layers may need finer units than whole stages: `per_tick` of them are a tick of the schedule, and `per_unit` a unit
+    of its memory, as fractions (numerator, denominator).
+    """
+
+    per_tick: tuple[int, int] = (1, 1)
+    per_unit: tuple[int, int] = (1, 1)
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    all_reduce: tuple[int, ...]
+    activation: tuple[int, ...]
+    """0 where memory is unlimited; so are the next."""
+    weight_stash: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
 
@@ -29,6 +49,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     slow: tuple[Slow, ...] = ()
     optimizer_of_layer: tuple[int, ...] = ()
     """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
+    of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
+    """A file has this key only where the bound is one for layouts, too."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether A occupies the links of its workers, one A at a time, and leaves their compute to other ops; else it
     occupies both. A file has this key only where it does."""

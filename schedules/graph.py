@@ -5,14 +5,14 @@ last of its workers gets there). Edges are data dependencies, the order of ops o
 between two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from slipstream.schedules.layers import layers_text
-from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers
+from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 
@@ -65,6 +65,34 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
             if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
                 found.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
     return found
+
+
+def with_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
+                   path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
+    """A worker's ops with its part of the transfers, in their common order: each receive before the op that needs it,
+    each send after the op that made it. `path`: the slices of a micro-batch, by its pipeline and index.
+    """
+    mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
+    numbers = {(transfer.source == worker, *transfer[:4]): index for index, transfer in enumerate(mine)}
+
+    def end(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
+        """The end of the last of these tensors that crosses; 0 for none. An op's key names who takes each."""
+        return 1 + max((numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor), default=-1)
+
+    issued = 0
+    for op in ops:
+        if op.kind not in COMPUTE_KINDS:
+            yield op
+            continue
+        key = op_key(op)
+        slices = path(key[2], key[3])
+        needs = end(False, ((key, rule.tensor) for _, rule in waits(key, slices)))
+        makes = end(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, slices)))
+        yield from mine[issued:needs]
+        yield op
+        issued = max(issued, needs)
+        yield from mine[issued:makes]
+        issued = max(issued, makes)
 
 
 def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:

@@ -8,12 +8,12 @@ pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRun
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from slipstream.schedules.graph import Transfer, programs_of, transfers
+from slipstream.schedules.graph import Transfer, programs_of, transfers, with_transfers
 from slipstream.schedules.layers import short
-from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, waits
+from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 MAX_BYTES = 64 * 2**20
@@ -51,7 +51,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     if communication:
         programs = programs_of(schedule, [pipeline])
         crossing = transfers(schedule, programs)
-        rows = [_with_communication(programs[worker], crossing, worker, schedule.grid) for worker in workers]
+        rows = [list(_with_communication(programs[worker], crossing, worker, schedule.grid)) for worker in workers]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -127,34 +127,16 @@ def _compute(ops: Sequence[Op]) -> Iterator[Action]:
             yield Action(kind, stage, microbatch)
 
 
-def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, grid: Grid) -> list[str]:
+def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, grid: Grid) -> Iterator[str]:
     """Each receive before the op that needs it, each send after the op that made it, all in the common order."""
-    mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
-    numbers = {(transfer.source == worker, transfer.kind, transfer.slice, transfer.microbatch): index
-               for index, transfer in enumerate(mine)}
-
-    def last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """The number of the last of these tensors that crosses; -1 for none. An op's key names who takes each."""
-        return max((numbers.get((sends, tensor, stage, microbatch), -1)
-                    for (_, stage, _, microbatch), tensor in tensors if tensor), default=-1)
-
-    row: list[str] = []
-    issued = 0
-    for op in ops:
-        if op.kind is OpKind.A:
-            row.append(f"{op.slice}REDUCE_GRAD")
-        if op.kind not in COMPUTE_KINDS:
-            continue
-        key = op_key(op)
-        path = grid.path(key[3])
-        needs = last(False, ((key, rule.tensor) for _, rule in waits(key, path)))
-        makes = last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, path)))
-        row += [_transfer(transfer, worker) for transfer in mine[issued:needs + 1]]
-        row.append(str(Action(op.kind, key[1], key[3])))
-        issued = max(issued, needs + 1)
-        row += [_transfer(transfer, worker) for transfer in mine[issued:makes + 1]]
-        issued = max(issued, makes + 1)
-    return row
+    for step in with_transfers(ops, crossing, worker, lambda _, microbatch: grid.path(microbatch)):
+        if isinstance(step, Transfer):
+            yield _transfer(step, worker)
+        elif step.kind in COMPUTE_KINDS:
+            kind, stage, _, microbatch = op_key(step)
+            yield str(Action(kind, stage, microbatch))
+        elif step.kind is OpKind.A:
+            yield f"{step.slice}REDUCE_GRAD"
 
 
 def _transfer(transfer: Transfer, worker: Worker) -> str:

@@ -119,7 +119,7 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
     left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,
                                                   fork_server=None)
     losses = None if behind is None else read_losses(folder / LOSSES, 0)
-    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(first.job)
+    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
     run = Run(schedule=first, scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer,
               setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares, config=config,
               secret=SECRET, injections=(), out=folder, behind=left, losses=losses,
@@ -130,8 +130,7 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
             tokens=1, flops=1.0, peak_flops=None), None))
         loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()),
                                                  lambda iteration, _: mark("committed", iteration=iteration), metrics))
-        event_log = stack.enter_context(EventLog(folder, lambda: log.next_iteration,
-                                                 both(metrics.observe, mark.event)))
+        event_log = stack.enter_context(EventLog(folder, both(metrics.observe, mark.event)))
         yield EventLoop(run, log, loss_file, ProcessManager(
             local, places, absent=absent, faults_per_hour=faults_per_hour), event_log)
 

@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -13,6 +14,8 @@ from slipstream.cli.fleet import Figure, Series
 
 COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
 MARKERS = "osD^vP"
+MOST_BESIDE = 8
+"""Names of more groups of bars are turned, so that they do not lie on each other."""
 
 
 def draw(figure: Figure) -> bytes:
@@ -73,7 +76,9 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
-    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8)
+    slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
+                    **(slanted if len(figure.x) > MOST_BESIDE else {}))
 
 
 def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":

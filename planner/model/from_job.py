@@ -9,10 +9,11 @@ import msgspec
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
+from slipstream.planner.model.layer_ticks import LayerTicks
 from slipstream.planner.model.layout import UNLIMITED, Held, Layout, LiveWorker, MicroBatch
 from slipstream.planner.model.problem import IN_PLACE, NoPlanError, Problem, Question, Visit
-from slipstream.planner.model.ticks import layer_ticks, memory_in_units, tick_of, times_in_ticks
-from slipstream.schedules.layers import LayerRange, total
+from slipstream.planner.model.ticks import layer_ticks, memory_in_units, tick_of, times_in_ticks, unit_of
+from slipstream.schedules.layers import LayerRange, total, totals
 from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OptimizerMode, Times, VirtualStage, Worker
 
 
@@ -21,17 +22,19 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
                   sliced: bool = False) -> Problem:
     """Translate a job to ticks.
 
-    `sharing` is on unless given where it can gain something: where workers are down or slow, or pipelines have
-    different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that are cut, too.
+    `sharing` is on unless given where it can gain something: where workers are down, slow or have rooms of their own,
+    or pipelines have different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that
+    are cut, too.
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
     grid = grid_of(job)
     tick = tick_of(job)
     if sharing is None:
-        sharing = bool(failed or job.time.slow or len(set(job.microbatches)) > 1)
+        rooms = job.memory.capacity_of if job.memory else ()
+        sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
     problem = held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
-                           memory=memory_in_units(job), holds=in_place(grid, failed), backward=backward,
+                           memory=memory_in_units(job, unit_of(job)), holds=in_place(grid, failed), backward=backward,
                            optimizer=optimizer, sharing=sharing, parts=_parts(job) if sharing and sliced else ())
     _require_feasible(problem)
     return problem
@@ -39,23 +42,41 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 
 def layered_problem(job: Job, failed: Sequence[Worker] = (), question: Question = IN_PLACE, *,
                     backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
-                    holds: Mapping[Worker, Held] | None = None) -> Problem:
+                    holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
     """The same in ticks that are fine enough for single layers: layouts are made for it (`with_layout`).
 
+    Times that are finer are rounded up; `down`: rounded down, as `portfolio.least_of` needs them.
     `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
     Raises JobError where a stage has no layer, NoPlanError where no worker is left.
     """
     job = with_shared_state(job, failed)
     grid, of_layers = grid_of(job), layer_costs(job)
-    tick = tick_of(job, of_layers)
-    costs = layer_ticks(job, of_layers, tick, fused=backward == "fused")
+    tick, unit = tick_of(job, of_layers), unit_of(job, of_layers)
     live = in_place(grid, failed)
     if not live:
         raise NoPlanError("all workers are down")
-    times = msgspec.structs.replace(times_in_ticks(job, grid, tick), optimizer_of_layer=costs.optimizer)
-    return held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times,
-                        memory=memory_in_units(job, of_layers), holds=live | dict(holds or {}), backward=backward,
-                        optimizer=optimizer, question=question, costs=costs)
+    return problem_of_layers(layer_ticks(of_layers, tick, unit, fused=backward == "fused", down=down),
+                             times_in_ticks(job, grid, tick, down=down), memory_in_units(job, unit, down=down),
+                             name=job.name, tick_seconds=float(tick), grid=grid, holds=live | dict(holds or {}),
+                             backward=backward, optimizer=optimizer, question=question)
+
+
+def problem_of_layers(costs: LayerTicks, times: Times, memory: Memory | None, *, grid: Grid,
+                      **others: Any) -> Problem:
+    """The problem in which stages cost what their layers do. All else of `times` and `memory` is as it is there.
+
+    `others`: as for `held_problem`.
+    """
+    def stages(*names: str) -> dict[str, tuple[int, ...]]:
+        return {name: costs.of_slices(name, grid.layers_by_stage) for name in names}
+
+    before = totals(costs.optimizer)
+    times = msgspec.structs.replace(
+        times, **stages("forward", "backward_input", "backward_weight", "all_reduce"),
+        optimizer=tuple(total(before, held) for held in grid.held_by_column), optimizer_of_layer=costs.optimizer)
+    if memory is not None:
+        memory = msgspec.structs.replace(memory, **stages("activation", "weight_stash"), weights=costs.weights)
+    return held_problem(grid=grid, times=times, memory=memory, costs=costs, **others)
 
 
 def with_layout(problem: Problem, layout: Layout) -> Problem:
@@ -108,6 +129,14 @@ def _parts(job: Job) -> tuple[int, ...]:
     parts = [end - begin if all(len(set(of_layer[begin:end])) <= 1 for of_layer in values) else 0
              for begin, end in pairwise(ends)]
     return tuple(parts) * job.chains
+
+
+def equal_parts(grid: Grid, costs: LayerTicks) -> tuple[int, ...]:
+    """The same of costs of layers."""
+    parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
+               costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
+    return tuple(end - first if len(part) == 1 else 0
+                 for (first, end), part in zip(grid.layers_by_stage, parts, strict=True))
 
 
 def _stages(job: Job) -> tuple[VirtualStage, ...]:

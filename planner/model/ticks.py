@@ -1,7 +1,7 @@
 """From the user's units to whole numbers: seconds to ticks, memory to multiples of a unit."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 import msgspec
@@ -13,9 +13,11 @@ from slipstream.schedules.costs import Room
 from slipstream.schedules.schedule import Grid, Memory, Slow, Times
 
 FINEST = 10**6
-"""The longest op has at most this many ticks; finer times are rounded to it."""
+"""The longest op has at most this many ticks; finer times are rounded up to it."""
 FINEST_MEMORY = 2**40
 """So many multiples of the unit at most; amounts are then rounded to the safe side."""
+
+Rounded = Callable[[Fraction], int]
 
 
 def tick_of(job: Job, costs: LayerCosts | None = None) -> Fraction:
@@ -49,10 +51,12 @@ def per_mille(factor: float) -> int:
     return round(factor * 1000)
 
 
-def times_in_ticks(job: Job, grid: Grid, tick: Fraction) -> Times:
-    """Times of the stages."""
+def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
+    """Times of the stages, rounded up, or down."""
+    rounded: Rounded = math.floor if down else math.ceil
+
     def ticks(values: Iterable[float]) -> tuple[int, ...]:
-        return tuple(round(exact(value) / tick) for value in values)
+        return tuple(rounded(exact(value) / tick) for value in values)
 
     time = job.time
     optimizer = ticks(time.optimizer)
@@ -60,43 +64,44 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction) -> Times:
                  backward_weight=ticks(time.backward_weight), all_reduce=ticks(time.all_reduce),
                  optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
                                  for column in range(grid.columns)),
-                 transfer=round(exact(time.transfer) / tick),
+                 transfer=rounded(exact(time.transfer) / tick),
                  slow=tuple(Slow(worker, per_mille(factor)) for worker, factor in time.slow))
 
 
 def unit_of(job: Job, costs: LayerCosts | None = None) -> Fraction:
     """The coarsest unit that holds all memory exactly, or a coarser one where that would need huge numbers."""
-    assert job.memory is not None
+    if job.memory is None:
+        return Fraction(1)
     values = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash, *job.memory.capacity)]
     values += [] if costs is None else [*costs.activation, *costs.weight_stash, *costs.weights]
     positive = [value for value in values if value]
     return max(_common(positive), max(positive) / FINEST_MEMORY) if positive else Fraction(1)
 
 
-def memory_in_units(job: Job, costs: LayerCosts | None = None) -> Memory | None:
-    """Of the stages, in whole multiples of the unit, rounded to the safe side. With `costs`, weights of each layer."""
+def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory | None:
+    """Of the stages, in whole multiples of the unit, rounded to the safe side; `down`: to the other one."""
     if job.memory is None:
         return None
-    memory, unit = job.memory, unit_of(job, costs)
-    others = tuple(Room(worker, math.floor(exact(value) / unit)) for worker, value in memory.capacity_of)
-    return Memory(unit=float(unit), capacity=tuple(math.floor(exact(value) / unit) for value in memory.capacity),
-                  capacity_of=others or msgspec.UNSET, activation=_units(map(exact, memory.activation), unit),
-                  weight_stash=_units(map(exact, memory.weight_stash), unit),
-                  weights=() if costs is None else _units(costs.weights, unit))
+    memory = job.memory
+    rounded, other = (math.floor, math.ceil) if down else (math.ceil, math.floor)
+
+    def units(values: Iterable[float], rounded: Rounded) -> tuple[int, ...]:
+        return tuple(rounded(exact(value) / unit) for value in values)
+
+    rooms = tuple(Room(worker, other(exact(value) / unit)) for worker, value in memory.capacity_of)
+    return Memory(unit=float(unit), capacity=units(memory.capacity, other), capacity_of=rooms or msgspec.UNSET,
+                  activation=units(memory.activation, rounded), weight_stash=units(memory.weight_stash, rounded))
 
 
-def _units(values: Iterable[Fraction], unit: Fraction) -> tuple[int, ...]:
-    return tuple(math.ceil(value / unit) for value in values)
+def layer_ticks(costs: LayerCosts, tick: Fraction, unit: Fraction, *, fused: bool, down: bool = False) -> LayerTicks:
+    """Of these costs, rounded up, or down. `fused`: weights' gradients are made at once, and so nothing is stashed."""
+    rounded: Rounded = math.floor if down else math.ceil
 
+    def of(values: Iterable[Fraction], one: Fraction) -> tuple[int, ...]:
+        return tuple(rounded(value / one) for value in values)
 
-def layer_ticks(job: Job, costs: LayerCosts, tick: Fraction, *, fused: bool) -> LayerTicks:
-    """Of these costs. `fused`: weights' gradients are made at once, so that nothing is stashed for them."""
-    def ticks(values: Iterable[Fraction]) -> tuple[int, ...]:
-        return tuple(round(value / tick) for value in values)
-
-    unit = unit_of(job, costs) if job.memory else Fraction(1)  # without memory, all amounts are 0
-    stash = _units(costs.weight_stash, unit)
-    return LayerTicks(forward=ticks(costs.forward), backward_input=ticks(costs.backward_input),
-                      backward_weight=ticks(costs.backward_weight), optimizer=ticks(costs.optimizer),
-                      all_reduce=ticks(costs.all_reduce), activation=_units(costs.activation, unit),
-                      weight_stash=(0,) * len(stash) if fused else stash, weights=_units(costs.weights, unit))
+    return LayerTicks(forward=of(costs.forward, tick), backward_input=of(costs.backward_input, tick),
+                      backward_weight=of(costs.backward_weight, tick), optimizer=of(costs.optimizer, tick),
+                      all_reduce=of(costs.all_reduce, tick), activation=of(costs.activation, unit),
+                      weight_stash=(0,) * len(costs.forward) if fused else of(costs.weight_stash, unit),
+                      weights=of(costs.weights, unit))

@@ -1,6 +1,6 @@
 """The coordinator, in the launcher of node 0: it decides who trains by which schedule, and computes nothing itself.
 
-    event_loop           handles all events, one after the other: messages, missed heartbeats, ended processes
+    event_loop           makes events of messages, missed heartbeats and ended processes; carries out their effects
     run                  what it is given
     server               connections, and who may say what over them
     worker_connections   which workers are connected, silent, given up, or at their end
@@ -10,12 +10,13 @@
     gathering            who is waited for before the first order
     heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
-    worker_messages      what each message of a worker changes
     commits              what follows when iterations are committed
     news                 what people are told, and what files keep of that
 
-    coordinator          what each event changes, and what is decided then
-    context              the state of the run that all decisions share
+    transition           what each event changes, and what is decided then: a pure function of the state and the event
+    run_state            the state of the run, which never changes; the step from one to the next
+    effects              what is to be done outside because of an event
+    persistent_map       a map whose versions share their entries
     boundary             what is prepared while all train, and the iteration before which all stop for it
     next_order           what follows once all have paused
     going_back           what follows where nobody holds some layer any more
@@ -24,7 +25,9 @@
     orders               what is told to workers
     lost_workers         why each is gone
 
-    planning             finds schedules in threads
+    questions            which schedules are asked for; their answers
+    planning             finds them beside the event loop
+    background           does that in processes that are forked, or in threads
     join_planning        which workers fetch which layers while training goes on
     settling             whether layers move to a better schedule, and when that has paid
     slow_detector        which workers take longer than their peers, by what factor, since when

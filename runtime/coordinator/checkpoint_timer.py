@@ -1,7 +1,11 @@
 """Checkpoint timer: when the next checkpoint is due where the run itself chooses, so that all of them cost little."""
 
-import time
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
 
 SHARE = 1 / 160
 """Of the time that checkpoints may cost. Iterations lose more than the cost that is measured: with 1 / 125, 1.08 %."""
@@ -18,46 +22,48 @@ class CheckpointCost(NamedTuple):
     than if it had stood still meanwhile."""
 
 
-class CheckpointTimer:
+class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """Collects what checkpoints cost, and spaces them: each is followed by a pause of 1 / `SHARE` times its cost.
 
-    Parameters
-    ----------
-    automatic
-        Whether `due` ever says so. Otherwise the workers know by themselves when to save.
+    All times are by time.monotonic.
     """
 
-    def __init__(self, *, automatic: bool) -> None:
-        self._automatic = automatic
-        self._began: float | None = None
-        """The last checkpoint, or training."""
-        self._asked: int | None = None
-        self._asked_at = 0.0
-        self._costs: dict[int, float] = {}
+    automatic: bool = False
+    """Whether `due` ever says so. Otherwise the workers know by themselves when to save."""
+    began: float | None = None
+    """The last checkpoint, or training."""
+    iteration: int | None = None
+    """That whose state is being saved."""
+    asked_at: float = 0.0
+    seconds: PersistentMap[int, float] = PersistentMap()
+    """What each checkpoint cost, by its iteration."""
+    newest: int | None = None
+    """The last one of which that became known."""
 
     @property
     def costs(self) -> tuple[CheckpointCost, ...]:
         """Of all checkpoints so far."""
-        return tuple(CheckpointCost(*one) for one in sorted(self._costs.items()))
+        return tuple(CheckpointCost(*one) for one in sorted(self.seconds.items()))
 
-    def order_begins(self) -> None:
+    def order_begins(self, at: float) -> "CheckpointTimer":
         """A checkpoint of which nothing has been heard yet may never be complete."""
-        self._asked = None
-        self._began = time.monotonic() if self._began is None else self._began
+        return replace(self, iteration=None, began=at if self.began is None else self.began)
 
-    def due(self) -> bool:
+    def due(self, at: float) -> bool:
         """Whether to save one soon."""
-        if not self._automatic or self._asked is not None or self._began is None:
+        if not self.automatic or self.iteration is not None or self.began is None:
             return False
-        cost = next(reversed(self._costs.values()), 0.0)
-        return time.monotonic() - self._began > max(LEAST_SECONDS, cost / SHARE)
+        last = 0.0 if self.newest is None else self.seconds[self.newest]
+        return at - self.began > max(LEAST_SECONDS, last / SHARE)
 
-    def asked(self, iteration: int) -> None:
+    def asked(self, iteration: int, at: float) -> "CheckpointTimer":
         """The workers are told to save the state before an iteration."""
-        self._asked, self._asked_at = iteration, time.monotonic()
+        return replace(self, iteration=iteration, asked_at=at)
 
-    def saved(self, iteration: int, seconds: float) -> None:
+    def saved(self, iteration: int, seconds: float) -> "CheckpointTimer":
         """A worker has written its layers, or has failed to."""
-        if iteration == self._asked:
-            self._asked, self._began = None, self._asked_at
-        self._costs[iteration] = max(seconds, self._costs.get(iteration, 0.0))
+        new = replace(self, iteration=None, began=self.asked_at) if iteration == self.iteration else self
+        if seconds <= self.seconds.get(iteration, -1.0):
+            return new
+        return replace(new, seconds=self.seconds.adding(iteration, seconds),
+                       newest=self.newest if iteration in self.seconds else iteration)

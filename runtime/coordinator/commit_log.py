@@ -7,130 +7,139 @@ lost. A member that has stepped the next one, too, can go back by one step.
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import msgspec
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.protocol.to_coordinator import Finished, Ran
 from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
 from slipstream.schedules.schedule import Worker
 
 MOST_WINDOWS = 4096
-"""Iterations whose windows are kept: medians do not need those of a month."""
+"""Iterations at least whose windows are kept: medians do not need those of a month."""
 
 
 class CommitLogError(RuntimeError):
     """Reports that end the run: workers that disagree, or a loss that is not finite. The message is one line."""
 
 
-class CommitLog:
-    """Collects reports in the order in which they come.
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """An iteration that is committed: as an effect, write its line and tell who must know."""
 
-    Parameters
-    ----------
-    job
-        Its name, for the trace.
-    first_iteration
-        Where the run begins: the iterations before it are committed.
-    skips
-        Whether the loss of an iteration may be other than finite. It then made no step, and its loss is nan.
-    validates
-        Whether steps depend on the gradients of all stages. An iteration is then committed once its factor is known.
-    """
+    iteration: int
+    loss: float
+    window_seconds: float
+    """The longest busy window of any member."""
+    gradient_norm: float | None
+    """Before clipping; None: it was not finite."""
+    evaluation: float | None
+    """The loss of validation data after it; None: they were not looked at."""
+    cost_error: float | None
+    """How far costs of samples were from what ops took; None: none are known."""
+    reports: Sequence[Ran] = ()
+    """In the order of the workers."""
 
-    def __init__(self, job: str, *, first_iteration: int = 0, skips: bool = False, validates: bool = False) -> None:
-        self._job = job
-        self._first = first_iteration
-        self._skips = skips
-        self._validates = validates
-        self._order = 0
-        self._members: frozenset[Worker] = frozenset()
-        self._open: dict[int, dict[Worker, Ran]] = defaultdict(dict)
-        self._factors: dict[int, float | None] = {}
-        self._windows: dict[int, float] = {}
-        self._traced: dict[int, MeasuredIteration] = {}
-        self.gradient_norm: float | None = None
-        """Of the last committed iteration, before clipping; None: it was not finite."""
-        self.evaluation: float | None = None
-        """The loss of validation data after the last committed iteration; None: they were not looked at."""
-        self.cost_error: float | None = None
-        """How far costs of samples were from what ops took in the last committed iteration; None: none are known."""
-        self.losses: list[float] = []
+
+class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been reported and committed."""
+
+    job: str = "job"
+    """Its name, for the trace."""
+    first_iteration: int = 0
+    """Where the run begins: the iterations before it are committed."""
+    skips: bool = False
+    """Whether the loss of an iteration may be other than finite. It then made no step, and its loss is nan."""
+    validates: bool = False
+    """Whether steps depend on the gradients of all stages. An iteration is then committed once its factor is known."""
+    order: int = 0
+    members: int = 0
+    """Of the order."""
+    reports: Mapping[int, PersistentMap[Worker, Ran]] = {}
+    """Of the order's iterations that are not committed."""
+    factors: Mapping[int, float | None] = {}
+    losses_of: PersistentMap[int, float] = PersistentMap()
+    """Of the committed iterations of this run."""
+    windows: PersistentMap[int, float] = PersistentMap()
+    """Of the last of them: the longest busy window of any member."""
+    traced: tuple[MeasuredIteration, ...] = ()
+    digests: PersistentMap[str, str] = PersistentMap()
+    """Of the parameters of workers that have finished, by name."""
+
+    @property
+    def losses(self) -> list[float]:
         """Of the committed iterations of this run."""
-        self.digests: dict[str, str] = {}
-        """Of the parameters of workers that have finished, by name."""
+        return list(self.losses_of.values())
 
     @property
     def next_iteration(self) -> int:
         """One after the last committed iteration."""
-        return self._first + len(self.losses)
-
-    @property
-    def period_seconds(self) -> float:
-        """Measured in the last committed iteration: the longest busy window of any member."""
-        return self._windows[self.next_iteration - 1]
+        return self.first_iteration + len(self.losses_of)
 
     @property
     def furthest(self) -> int:
         """The last iteration that any member has reported."""
-        return max(self._open, default=self.next_iteration - 1)
+        return max(self.reports, default=self.next_iteration - 1)
 
     @property
     def factor(self) -> Factor | None:
         """Of the last committed iteration."""
         last = self.next_iteration - 1
-        return Factor(last, self._factors[last]) if last in self._factors else None
+        return Factor(last, self.factors[last]) if last in self.factors else None
 
-    def have_reported(self, workers: Collection[Worker], iteration: int) -> bool:
+    def have_reported(self, workers: Iterable[Worker], iteration: int) -> bool:
         """Whether all of these members have, or it is committed."""
-        return iteration < self.next_iteration or self._open[iteration].keys() >= set(workers)
+        reports = self.reports.get(iteration, ())
+        return iteration < self.next_iteration or all(worker in reports for worker in workers)
 
-    def take_over(self, losses: Sequence[float], factor: Factor | None) -> None:
+    def take_over(self, losses: Sequence[float], factor: Factor | None) -> "CommitLog":
         """Go on where another coordinator has ended: the losses that it has committed, and the factor of the last."""
-        self.losses = list(losses)
-        self._factors = {} if factor is None else {factor.iteration: factor.factor}
+        return replace(self, losses_of=PersistentMap(enumerate(losses, self.first_iteration)),
+                       factors={} if factor is None else {factor.iteration: factor.factor})
 
-    def go_back(self, iteration: int) -> None:
+    def go_back(self, iteration: int) -> "CommitLog":
         """Forget the committed iterations from this one on: layers of later ones are lost, and they are repeated."""
-        del self.losses[iteration - self._first:]
-        self._windows = {one: seconds for one, seconds in self._windows.items() if one < iteration}
-        self._traced = {one: traced for one, traced in self._traced.items() if one < iteration}
-        self._factors = {one: factor for one, factor in self._factors.items() if one < iteration}
+        return replace(
+            self, losses_of=_before(iteration, self.losses_of), windows=_before(iteration, self.windows),
+            traced=tuple(one for one in self.traced if one.iteration < iteration),
+            factors={one: factor for one, factor in self.factors.items() if one < iteration})
 
-    def begin(self, order: int, members: Collection[Worker]) -> None:
+    def begin(self, order: int, members: Collection[Worker]) -> "CommitLog":
         """An order begins, with these members. Iterations that are not committed are dropped."""
-        self._order = order
-        self._members = frozenset(members)
-        self._open.clear()
-        self.digests.clear()
-        self._factors = {one: factor for one, factor in self._factors.items() if one < self.next_iteration}
+        return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(),
+                       factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
-    def ran(self, report: Ran) -> Iterator[tuple[int, float]]:
-        """Enter a worker's report of an iteration; the iterations that are now committed, with their losses.
+    def ran(self, report: Ran) -> tuple["CommitLog", list[Committed]]:
+        """With a worker's report of an iteration; the iterations that are now committed.
 
         Raises CommitLogError when the loss is not finite.
         """
-        if report.order != self._order:
-            return
-        if report.loss is None and not self._skips:
+        if report.order != self.order or report.iteration < self.next_iteration:
+            return self, []
+        if report.loss is None and not self.skips:
             raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
-                              "training.learning_rate")
-        self._open[report.iteration][report.worker] = report
-        yield from self._commit_all()
+                                 "training.learning_rate")
+        mine = self.reports.get(report.iteration, PersistentMap[Worker, Ran]()).adding(report.worker, report)
+        return replace(self, reports={**self.reports, report.iteration: mine})._with_committed()
 
-    def validated(self, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
-        """Enter the factor of an iteration; the iterations that are now committed, with their losses."""
-        if order != self._order:
-            return
-        self._factors[factor.iteration] = factor.factor
-        self._factors.pop(factor.iteration - 2, None)
-        yield from self._commit_all()
+    def validated(self, order: int, factor: Factor) -> tuple["CommitLog", list[Committed]]:
+        """With the factor of an iteration; the iterations that are now committed."""
+        if order != self.order:
+            return self, []
+        factors = {one: known for one, known in self.factors.items() if one != factor.iteration - 2}
+        return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
-    def finished(self, report: Finished) -> None:
-        """Enter the end of a worker. Raises CommitLogError when its parameters differ from those of its peers."""
+    def finished(self, report: Finished) -> "CommitLog":
+        """With the end of a worker. Raises CommitLogError when its parameters differ from those of its peers."""
+        digests = self.digests
         for name, digest in report.digests.items():
-            if self.digests.setdefault(name, digest) != digest:
+            if name not in digests:
+                digests = digests.adding(name, digest)
+            elif digests[name] != digest:
                 raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
+        return replace(self, digests=digests)
 
     def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
         """Median over iterations of the longest busy window of any worker, without the first one, which warms up.
@@ -151,36 +160,45 @@ class CommitLog:
 
     def trace(self) -> MeasuredTrace:
         """The ops of the iterations that were traced."""
-        return MeasuredTrace(job=self._job, iterations=tuple(self._traced.values()))
+        return MeasuredTrace(job=self.job, iterations=self.traced)
 
     def _windows_between(self, first: int | None, end: int | None) -> list[float]:
-        return [seconds for iteration, seconds in self._windows.items()
+        return [seconds for iteration, seconds in self.windows.items()
                 if (first is None or iteration >= first) and (end is None or iteration < end)]
 
-    def _commit_all(self) -> Iterator[tuple[int, float]]:
-        while True:
-            iteration = self.next_iteration
-            known = not self._validates or iteration in self._factors
-            if not known or len(self._open.get(iteration, ())) < max(1, len(self._members)):
-                return
-            self._commit(iteration, [part for _, part in sorted(self._open.pop(iteration).items())])
-            yield iteration, self.losses[-1]
+    def _with_committed(self) -> tuple["CommitLog", list[Committed]]:
+        log, committed = self, list[Committed]()
+        while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
+                not log.validates or log.next_iteration in log.factors):
+            one = _put_together(log.next_iteration, [report for _, report in
+                                                     sorted(log.reports[log.next_iteration].items())])
+            committed.append(one)
+            windows, traced = log.windows.adding(one.iteration, one.window_seconds), log.traced
+            if len(windows) > 2 * MOST_WINDOWS:
+                windows = PersistentMap(list(windows.items())[MOST_WINDOWS:])
+            if all(report.ops for report in one.reports):
+                traced = (*traced, MeasuredIteration(one.iteration, _from_start(
+                    [op for report in one.reports for op in report.ops])))
+            log = replace(log, losses_of=log.losses_of.adding(one.iteration, one.loss), windows=windows, traced=traced,
+                          reports={later: its for later, its in log.reports.items() if later > one.iteration})
+        return log, committed
 
-    def _commit(self, iteration: int, parts: list[Ran]) -> None:
+
+def _put_together(iteration: int, reports: Sequence[Ran]) -> Committed:
+    squares, losses = [one.squares for one in reports], [one.evaluation for one in reports]
+    misfits = [(one.number, one.misfit) for report in reports for one in report.times if one.misfit is not None]
+    return Committed(
+        iteration=iteration, window_seconds=max(one.window_seconds for one in reports), reports=reports,
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
-        self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
-        squares = [part.squares for part in parts]
-        self.gradient_norm = None if None in squares else math.sqrt(math.fsum(filter(None, squares)))
-        losses = [part.evaluation for part in parts]
-        self.evaluation = None if None in losses else sum(filter(None, losses))
-        misfits = [(one.number, one.misfit) for part in parts for one in part.times if one.misfit is not None]
-        self.cost_error = math.sqrt(sum(number * misfit**2 for number, misfit in misfits)
-                                    / sum(number for number, _ in misfits)) if misfits else None
-        self._windows[iteration] = max(part.window_seconds for part in parts)
-        self._windows.pop(iteration - MOST_WINDOWS, None)
-        if all(part.ops for part in parts):
-            self._traced[iteration] = MeasuredIteration(iteration,
-                                                        _from_start([op for part in parts for op in part.ops]))
+        loss=sum(math.nan if one.loss is None else one.loss for one in reports),
+        gradient_norm=None if None in squares else math.sqrt(math.fsum(filter(None, squares))),
+        evaluation=None if None in losses else sum(filter(None, losses)),
+        cost_error=math.sqrt(sum(number * misfit**2 for number, misfit in misfits)
+                             / sum(number for number, _ in misfits)) if misfits else None)
+
+
+def _before(iteration: int, known: Mapping[int, float]) -> PersistentMap[int, float]:
+    return PersistentMap((one, value) for one, value in known.items() if one < iteration)
 
 
 def _from_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:

@@ -7,9 +7,9 @@ coefficients: new ones go out with what acknowledges the iteration `LEAD` before
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -19,7 +19,6 @@ from slipstream.runtime.replay.dealt_samples import kinds_of, of_op
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.dealing import Coefficients, Summed
 from slipstream.schedules.dealing.arrays import COSTS
-from slipstream.schedules.dealing.fit import SUMS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import OpKind, Schedule
 
@@ -37,73 +36,69 @@ LEAD = 3
 Cell = tuple[OpKind, LayerRange]
 
 
-class CostFit:
-    """Follows one run.
+class CostFit(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known in one run."""
 
-    Parameters
-    ----------
-    known
-        The job file's coefficients.
-    placement
-        Where the schedules' layers lie in the model.
-    """
+    known: LengthCosts
+    """The job file's coefficients."""
+    placement: Placement
+    """Where the schedules' layers lie in the model."""
+    current: LengthCosts
+    """What samples are dealt by, from an order's begin or an iteration on that all members are told."""
+    sums: Mapping[Cell, np.ndarray] = {}
+    next: int | None = None
+    error: float = 0.0
+    error_before: float = 0.0
+    """Of the last change: the root of the mean square of (fitted / measured - 1), with it and before it."""
 
-    def __init__(self, known: LengthCosts, placement: Placement) -> None:
-        self._known = known
-        self._placement = placement
-        self._sums: defaultdict[Cell, np.ndarray] = defaultdict(lambda: np.zeros(SUMS))
-        self._next: int | None = None
-        self.current = known
-        """What samples are dealt by, from an order's begin or an iteration on that all members are told."""
-        self.error = self.error_before = 0.0
-        """Of the last change: the root of the mean square of (fitted / measured - 1), with it and before it."""
-
-    def ran(self, report: Ran, schedule: Schedule) -> None:
-        """A worker's report of an iteration by a schedule."""
-        for time in report.times:
+    def ran(self, reports: Iterable[Ran], schedule: Schedule) -> "CostFit":
+        """With workers' reports of an iteration by a schedule."""
+        sums = dict(self.sums)
+        for time in (time for report in reports for time in report.times):
             if time.sums is not None and time.slice in range(len(schedule.layers_by_slice)):
-                layers = self._placement.range_of(schedule.layers_of(time.slice))
-                self._sums[time.kind, layers] += time.sums
+                cell = time.kind, self.placement.range_of(schedule.layers_of(time.slice))
+                sums[cell] = sums.get(cell, 0.0) + np.asarray(time.sums)
+        return replace(self, sums=sums)
 
-    def look(self, iteration: int) -> bool:
-        """Whether there are better coefficients, `current` from now on. `iteration` is the next to be committed."""
-        if self._next is None or iteration >= self._next:
-            begun, self._next = self._next is not None, iteration + EVERY
-            return begun and self._refit()
-        return False
+    def look(self, iteration: int) -> "CostFit":
+        """With other coefficients as `current`, where there are better ones. `iteration` is the next to be committed.
+        """
+        if self.next is not None and iteration < self.next:
+            return self
+        new = replace(self, next=iteration + EVERY)
+        return new if self.next is None else new._refitted()
 
-    def _refit(self) -> bool:
-        counting = {cell: sums for cell, sums in self._sums.items() if sums[-1] >= 1}
-        self._sums = defaultdict(lambda: np.zeros(SUMS), {cell: sums * KEPT for cell, sums in counting.items()})
+    def _refitted(self) -> "CostFit":
+        counting = {cell: sums for cell, sums in self.sums.items() if sums[-1] >= 1}
+        new = replace(self, sums={cell: sums * KEPT for cell, sums in counting.items()})
         # What takes no time, by the job file, is left at that.
-        summed = {cell: Summed(sums) for cell, sums in counting.items() if any(of_op(self._known, *cell))}
+        summed = {cell: Summed(sums) for cell, sums in counting.items() if any(of_op(self.known, *cell))}
         fitted = self._fitted(summed)
         ops = sum(one.ops for one in summed.values())
         if not ops:
-            return False
+            return new
         before, after = (math.sqrt(sum(one.error(of_op(known, *cell)) for cell, one in summed.items()) / ops)
                          for known in (self.current, fitted))
         if before - after < LEAST_GAIN:
-            return False
-        self.current, self.error, self.error_before = fitted, after, before
-        return True
+            return new
+        return replace(new, current=fitted, error=after, error_before=before)
 
     def _fitted(self, summed: dict[Cell, Summed]) -> LengthCosts:
         """The job file's coefficients, each with the mean, by ops, of what slices with its layer are other than known.
         """
-        known = {kind: np.array(self._known.of(kind)) for kind in COSTS}
+        known = {kind: np.array(self.known.of(kind)) for kind in COSTS}
         changes = {kind: np.zeros_like(one) for kind, one in known.items()}
         ops = {kind: np.zeros(len(one)) for kind, one in known.items()}
         for (kind, layers), one in summed.items():
-            of_slice = of_op(self._known, kind, layers)
+            of_slice = of_op(self.known, kind, layers)
             fitted = one.fit(of_slice, PRIOR_OPS)
             for part, layer in self._parts(kind, layers):
-                share = one.share(self._known.of(part)[layer]) / one.share(of_slice)
+                share = one.share(self.known.of(part)[layer]) / one.share(of_slice)
                 changes[part][layer] += one.ops * share * (np.array(fitted) - of_slice)
                 ops[part][layer] += one.ops
         found = {kind: tuple(_coefficients(np.maximum(0.0, one + changes[kind] / np.maximum(1.0, ops[kind])[:, None])))
                  for kind, one in known.items()}
-        return replace(self._known, forward=found[OpKind.F], backward_input=found[OpKind.I],
+        return replace(self.known, forward=found[OpKind.F], backward_input=found[OpKind.I],
                        backward_weight=found[OpKind.W])
 
     def _parts(self, kind: OpKind, layers: LayerRange) -> Iterator[tuple[OpKind, int]]:

@@ -28,16 +28,14 @@ class EventLog:
     ----------
     folder
         The run's; None: only the observer is told.
-    iteration
-        Gives the first iteration that is not committed.
     complain
         Told once where something cannot be written.
     """
 
-    def __init__(self, folder: Path | None, iteration: Callable[[], int] = lambda: 0,
-                 observer: Observer = lambda _: None, complain: Complain = silently) -> None:
+    def __init__(self, folder: Path | None, observer: Observer = lambda _: None, complain: Complain = silently) -> None:
         self._folder = folder
-        self._iteration = iteration
+        self.iteration = 0
+        """The first iteration that is not committed."""
         self._observer = observer
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
@@ -47,7 +45,7 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Enter an event, which happens now."""
         now = self.now()
-        stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self._iteration())
+        stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         if self._file is not None:
             self._file.append(encode(stamped))
         self._observer(stamped)
@@ -56,9 +54,9 @@ class EventLog:
         """Seconds since 1970, in milliseconds. It never goes back, whoever sets the clock."""
         return round(self._began_wall + time.monotonic() - self._began, 3)
 
-    def keep(self, schedule: bytes) -> str:
-        """Keep a schedule in the folder; its digest, by which events name it."""
-        digest = hashlib.sha256(schedule).hexdigest()[:DIGEST_LENGTH]
+    def keep(self, schedule: bytes) -> None:
+        """Keep a schedule in the folder; events name it by its digest."""
+        digest = digest_of(schedule)
         if self._folder is not None and digest not in self._kept:
             self._kept.add(digest)
             path = self._folder / SCHEDULES / f"{digest}.json"
@@ -70,7 +68,6 @@ class EventLog:
             except OSError as error:
                 self._kept.discard(digest)
                 self._complain(f"{path} cannot be written: {error.strerror}; the run goes on")
-        return digest
 
     def close(self) -> None:
         """Close the file."""
@@ -82,6 +79,11 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def digest_of(schedule: bytes) -> str:
+    """By which events name a schedule."""
+    return hashlib.sha256(schedule).hexdigest()[:DIGEST_LENGTH]
 
 
 def both(one: Observer, other: Observer) -> Observer:

@@ -5,38 +5,53 @@ waits for anything.
 """
 
 import asyncio
+import gc
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.background import apart
-from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.commits import Commits
-from slipstream.runtime.coordinator.context import Listeners
-from slipstream.runtime.coordinator.coordinator import Coordinator
-from slipstream.runtime.coordinator.cost_fit import CostFit
+from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
+from slipstream.runtime.coordinator.effects import Note as NoteEffect
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.news import News
 from slipstream.runtime.coordinator.node_agents import NodeAgents
 from slipstream.runtime.coordinator.part_moves import Partition
-from slipstream.runtime.coordinator.planning import ScheduleService
+from slipstream.runtime.coordinator.planning import Finders, ScheduleService
 from slipstream.runtime.coordinator.plausible import Bounds, printable
+from slipstream.runtime.coordinator.questions import Question
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_state import Gathering, Left, Rules, begun
 from slipstream.runtime.coordinator.server import Connection, Server, serve
-from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.speed_planning import SpeedQuestion
 from slipstream.runtime.coordinator.stall_watch import StallWatch
-from slipstream.runtime.coordinator.take_over import TakeOver
+from slipstream.runtime.coordinator.take_over import Found, Rejoining
+from slipstream.runtime.coordinator.transition import (
+    Disconnected,
+    Event,
+    Hurry,
+    Look,
+    Lost,
+    Stop,
+    awaited,
+    held,
+    transition,
+)
 from slipstream.runtime.coordinator.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.worker_messages import WorkerMessages
-from slipstream.runtime.errors import CoordinatorFailedError, RunError, first_line
+from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
+from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.processes.fork_server import ForkServerError
@@ -45,19 +60,18 @@ from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.channel import frame
 from slipstream.runtime.protocol.to_coordinator import (
     Ended,
+    Failed,
     Heartbeat,
     Injected,
     JoinNode,
     JoinWorker,
-    Known,
     Leaving,
-    Paused,
-    Ran,
+    Note,
     Ready,
+    Saved,
     Started,
     Status,
     ToCoordinator,
-    Validated,
 )
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from slipstream.runtime.protocol.to_worker import EndOrder, ReportStatus
@@ -72,24 +86,14 @@ FIND_AGAIN_SECONDS = 0.05
 """From one look whether all workers of another coordinator have been found to the next."""
 
 
-NOTHING_FOLLOWS = object()
-"""What an event gives after which there is nothing to decide: most of a large run's are such."""
-_CHANGE_LITTLE = Ran, Validated, Started, Injected, Status
-"""Nothing follows from these before an iteration is committed."""
-
-
-class NobodyLeftError(RuntimeError):
-    """No worker lives of the run that another coordinator has led. The message is one line."""
-
-
 class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
     def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager,
                  event_log: EventLog) -> None:
         self._run = run
-        self._log = log
         self._event_log = event_log
+        event_log.iteration = log.next_iteration
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
@@ -97,45 +101,45 @@ class EventLoop:
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
-        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer, run.with_degraded, partial(_divided, run), apart)
-        setup = run.setup
+        self._schedules = ScheduleService(
+            run.schedule.grid, Finders(run.scheduler, run.at_speeds, run.rebalancer),
+            lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
+            partial(_divided, run), apart)
+        setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
-        self._commits = commits = Commits(run, log, losses, event_log, self.news, processes)
-        self._coordinator = Coordinator(
-            schedules, self._workers.send, log, placement=Placement(setup.cuts), checkpoints=self.news.checkpoints,
+        self._commits = Commits(run, losses, event_log, self.news, processes)
+        self._rules = Rules(
+            first=run.schedule, placement=cuts, prepared=self._schedules.prepared,
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
-            settler=None if run.settling is None else Settler(
-                Cost(run.layer_bytes, setup.fetch_bytes_per_second), run.settling.mtbf_seconds, event_log, run.notify),
-            partition=Partition(run.elements, Placement(setup.cuts), setup.failure_domains,
+            settles=None if run.settling is None else Cost(run.layer_bytes, setup.fetch_bytes_per_second),
+            mtbf_seconds=None if run.settling is None else run.settling.mtbf_seconds,
+            automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=run.at_speeds is not None,
+            plans_for_degraded=run.with_degraded is not None, domains=FailureDomains(setup.failure_domains),
+            partition=Partition(run.elements, cuts, setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
-            listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
-                                went_back=commits.go_back), domains=FailureDomains(setup.failure_domains),
-            costs=None if run.length_costs is None else CostFit(run.length_costs, Placement(setup.cuts)),
-            whole_schedules=run.whole_schedules)
-        self._take_over = None
-        if run.behind is not None:
-            last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
-            self._take_over = TakeOver(last, setup.first_iteration, run.gone,
-                                       run.schedule.members, tuple(run.schedule.grid.workers()))
-            self._coordinator.await_workers_of_another()
+            length_costs=run.length_costs, whole_schedules=run.whole_schedules)
+        at, grid = time.monotonic(), frozenset(run.schedule.grid.workers())
+        self.state = begun(self._rules, log, at, None if run.behind is None else Rejoining(
+            losses=run.losses, first=setup.first_iteration, gone=frozenset(run.gone), grid=grid, began=at,
+            expected=frozenset(run.schedule.members)))
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
-        self._messages = WorkerMessages(run, log, commits, self._coordinator, self._workers, self.news, self._stall)
-        self._bounds = Bounds(setup, len(run.injections), frozenset(run.schedule.grid.workers()))
+        self._injected: dict[int, float] = {}
+        """When each failure on purpose happened."""
+        self._bounds = Bounds(setup, len(run.injections), grid)
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
     @property
-    def recoveries(self) -> Sequence[Recovery]:
-        """All changes of the workers that take part."""
-        return self._coordinator.recoveries
+    def _left(self) -> bool:
+        return isinstance(self.state.phase, Left)
 
     @property
     def stopped(self) -> bool:
         """Whether the run has ended before its last iteration, as it was told to."""
-        return self.out_of_time or self._coordinator.stopped
+        early = self.state.log.next_iteration < self._rules.iterations.stop
+        return self.out_of_time or (self._left and early)
 
     async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
         """Return when all is done, or the run has ended as it was told to.
@@ -152,26 +156,21 @@ class EventLoop:
         self._tell_awaited(address, others_only=True)
         self._every(TELL_SECONDS, partial(self._tell_awaited, address))
         self._every(self._workers.interval_seconds, self._look)
-        if self._take_over is not None:
+        if isinstance(self.state.phase, Rejoining):
             self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
         anew = failed = False
         try:
             with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
-                while not self._coordinator.left and not self.out_of_time:
-                    if (await self._events.get())() is NOTHING_FOLLOWS:
-                        continue
-                    order = self._coordinator.number
-                    self._coordinator.advance()
-                    if self._coordinator.number != order:
-                        self._stall.progressed()
+                while not self._left and not self.out_of_time:
+                    (await self._events.get())()
             error = "node 0 was told to end the run" if self.stopped else None
         except NobodyLeftError as reason:
             error, anew = str(reason), True
             raise
         except (CommitLogError, ForkServerError, RunError) as reason:
-            error = f"{reason}; {self.news.how_far(self._log.next_iteration)}"
+            error = f"{reason}; {self.news.how_far(self.state.log.next_iteration)}"
             raise RunError(error) from None
         except Exception as unexpected:
             failed = True
@@ -191,15 +190,57 @@ class EventLoop:
         loop, grace = asyncio.get_running_loop(), self._run.grace_seconds
         self._run.notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends "
                          "it at once")
-        self._put(self._coordinator.stop)
-        loop.call_later(grace / 2, self._put, self._coordinator.hurry)
+        self._put(partial(self._happens, Stop()))
+        loop.call_later(grace / 2, self._put, partial(self._happens, Hurry()))
         loop.call_later(grace, self._put, self._run_out_of_time)
 
     def _run_out_of_time(self) -> None:
-        self.out_of_time = not self._coordinator.left
+        self.out_of_time = not self._left
 
     def _put(self, event: Callable[[], object]) -> None:
         self._events.put_nowait(event)
+
+    def _happens(self, event: Event) -> None:
+        """Go on with the state after an event, and carry out its effects. Raises what they raise."""
+        before = self.state
+        self.state, effects = transition(self._rules, before, event, time.monotonic())
+        for effect in effects:
+            self._carry_out(effect)
+        if (self.state.number, self.state.log.next_iteration) != (before.number, before.log.next_iteration):
+            self._stall.progressed()
+        if self.state.number == 1 > before.number:
+            gc.freeze()  # connections and modules stay: the collector need not look at them again and again
+
+    def _carry_out(self, effect: object) -> None:
+        match effect:
+            case Send():
+                for worker in effect.workers:
+                    self._workers.send(worker, effect.message)
+            case Committed():
+                self._commits.committed(effect)
+            case RunEvent():
+                self._event_log.write(effect)
+            case Keep():
+                self._event_log.keep(effect.text)
+            case Question():
+                self._schedules.find(effect)
+            case SpeedQuestion():
+                self._schedules.decide(effect)
+            case NoteEffect():
+                self.news.note(effect.text)
+            case SpeedEvent():
+                self.news.speed(effect)
+            case Recovery() | str():
+                self._run.notify(effect)
+            case GoBack():
+                self._commits.go_back(effect.iteration)
+            case Found():
+                for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
+                    self.processes.kill(worker)
+                    self._put(partial(self._workers.give_up, worker,
+                                      f"worker {worker} was not found whole by the new node 0"))
+                self._commits.take_over(effect)
+                self.processes.start_missing()
 
     def _heard(self, connection: Connection, message: ToCoordinator | None) -> None:
         if message is None:
@@ -220,8 +261,7 @@ class EventLoop:
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
         """Say for whom this node waits before the first order; at the start only for other nodes."""
         own = self._run.shares[0] if others_only else ()
-        awaited = self._coordinator.awaited if self._take_over is None else sorted(self._take_over.missing)
-        self.news.awaited([worker for worker in awaited if worker not in own],
+        self.news.awaited([worker for worker in awaited(self.state) if worker not in own],
                           self._agents.connected, address)
 
     def _look(self) -> None:
@@ -229,36 +269,25 @@ class EventLoop:
         by itself."""
         self._workers.give_up_silent()
         self.processes.look()
-        held = self._coordinator.held
-        stall = self._stall.look(held, self._workers.interval_seconds, planning=self._coordinator.planning)
-        if stall is None or not held:
-            return
-        self.news.note(str(stall))
-        for one in stall.culprits(held):
+        needed = held(self._rules, self.state)
+        stall = self._stall.look(needed, self._workers.interval_seconds, planning=self.state.planning)
+        if stall is not None and needed:
+            self.news.note(str(stall))
+        for one in stall.culprits(needed) if stall is not None else ():
             rank = one.rank if self._workers.processes_of(one.worker) > 1 else None
             self.processes.kill(one.worker, rank)  # first: the others of its processes may end by themselves then
             self._workers.give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
+        self._happens(Look())
 
     def _find(self) -> None:
         """Take over once the workers of another coordinator have been found. Raises NobodyLeftError."""
-        if self._take_over is None:
-            return
-        if self._take_over.nobody():
-            raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
-        if not self._take_over.over():
-            return
-        for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
-            self._workers.give_up(worker, f"worker {worker} was not found whole by the new node 0")
-            self.processes.kill(worker)
-        found, self._take_over = self._take_over.found(), None
-        self._commits.take_over(found)
-        self._coordinator.take_over(found)
-        self.processes.start_missing()
+        if isinstance(self.state.phase, Rejoining):
+            self._happens(Look())
 
-    def _handle(self, connection: Connection, message: ToCoordinator) -> object:
-        """Handle a message of a worker or a node agent; `NOTHING_FOLLOWS` where that changes nothing to decide by."""
+    def _handle(self, connection: Connection, message: ToCoordinator) -> None:
+        """Handle a message of a worker or a node agent."""
         peer = connection.peer
-        wrong = self._bounds.wrong(message, self._log.next_iteration)
+        wrong = self._bounds.wrong(message, self.state.log.next_iteration)
         if wrong is not None:
             connection.cut_off(wrong)
         elif isinstance(peer, int):
@@ -266,33 +295,40 @@ class EventLoop:
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
         elif peer is not None and self._workers.hears(connection):
-            whole, before = self._reports.take(peer, connection.rank, printable(message)), self._log.next_iteration
-            if whole is None:
-                return NOTHING_FOLLOWS
-            self._messages.handle(peer, whole)
-            if isinstance(whole, Started):
-                self.processes.begins(self._log.next_iteration)
-            if isinstance(whole, Ready) and self._take_over is not None:
-                known = whole.known
-                if known is None and not self._run.losses:  # before the first commit, one that starts is as good as any
-                    known = Known(0, (), self._run.setup.first_iteration - 1, (), None, pending=False)
-                if known is not None:
-                    self._take_over.ready(peer, known)
-            if isinstance(whole, Paused) and not self._coordinator.planning:
-                return NOTHING_FOLLOWS  # others still run
-            if isinstance(whole, Ready) and self._take_over is not None:
-                return NOTHING_FOLLOWS  # `_find` looks whether all are there
-            if isinstance(whole, _CHANGE_LITTLE) and before == self._log.next_iteration:
-                return NOTHING_FOLLOWS
-        return None
+            whole = self._reports.take(peer, connection.rank, printable(message))
+            if whole is not None:
+                self._handle_worker(peer, whole)
+
+    def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
+        """Handle what a worker says. Raises CommitLogError, and RunError where a worker's error is all workers'."""
+        match message:
+            case Note():
+                self.news.note(message.text)
+            case Injected():
+                self._injected[message.index] = message.at
+            case Status():
+                self._stall.answered(message)
+            case Failed(everywhere=True):
+                raise RunError(message.reason)
+            case Failed():
+                self._workers.fail(worker, message.reason)
+            case _:
+                if isinstance(message, Ready):
+                    self.news.ready(message)
+                    self._workers.ready(worker)
+                elif isinstance(message, Saved):
+                    self.news.saved(message)
+                self._happens(message)
+                if isinstance(message, Started):
+                    self.processes.begins(self.state.log.next_iteration)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run
         if self._workers.admit(connection, message):
-            late = message.epoch > 0 and self._take_over is None
+            late = message.epoch > 0 and not isinstance(self.state.phase, Rejoining)
             injections = tuple((index, one) for index, one in enumerate(run.injections)
                                if (one.worker, one.rank) == (worker, message.rank)
-                               and index not in self._messages.injected)
+                               and index not in self._injected)
             slowdowns = tuple(one for one in run.slowdowns if one.worker == worker)
             if late or injections or slowdowns:
                 connection.send(frame(replace(self._setup, forget=late, injections=injections, slowdowns=slowdowns)))
@@ -302,10 +338,10 @@ class EventLoop:
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
             case JoinNode():
-                self._agents.admit(connection, message, restarted=self._coordinator.number > 0
-                                   or self._coordinator.rejoining)
+                self._agents.admit(connection, message, restarted=self.state.number > 0
+                                   or isinstance(self.state.phase, Rejoining))
             case Leaving() if self._agents.speaks_for(connection, message.worker):
-                self._coordinator.leaving(message.worker)
+                self._happens(message)
             case Ended() if self._agents.speaks_for(connection, message.worker):
                 self._workers.process_ended(message)
 
@@ -314,7 +350,7 @@ class EventLoop:
         peer = connection.peer
         if isinstance(peer, Worker):
             if self._workers.disconnected(connection):
-                self._coordinator.disconnected(peer)
+                self._happens(Disconnected(peer))
         elif peer is not None and self._agents.disconnected(connection):
             for worker in self.processes.workers_of(peer):
                 self._reports.forget(worker)  # also what ranks of one have said that is not ready yet
@@ -330,19 +366,16 @@ class EventLoop:
 
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""
-        if self._coordinator.awaited:
+        if isinstance(self.state.phase, Gathering) and (missing := awaited(self.state)):
             raise RunError(f"waited {self._run.join_timeout_seconds:g} s in vain for "
-                           + who_is_awaited(self._coordinator.awaited, self._run.shares, self._agents.connected))
+                           + who_is_awaited(missing, self._run.shares, self._agents.connected))
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
         self._reports.forget(worker)
-        if self._take_over is not None:
-            self._take_over.lost(worker)
-        if not self._coordinator.left:
-            since = max([since, *self._messages.failed_on_purpose(worker)])
-            if not self._coordinator.lost(worker, reason, since or time.monotonic()):
-                self.news.note(f"{reason}, before it took part")
+        if not self._left:
+            failed = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
+            self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
 
 
 def _divided(run: Run, schedule: Schedule) -> Parts:

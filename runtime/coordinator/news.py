@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import who_is_awaited
 from slipstream.runtime.coordinator.run import Run
@@ -25,7 +24,6 @@ class News:
         """Whether a node has another folder."""
         self._checkpointed = 0
         """The newest complete checkpoint of which the event log was told."""
-        self.checkpoints = CheckpointTimer(automatic=run.setup.checkpoint_every is None)
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
@@ -52,8 +50,6 @@ class News:
 
     def saved(self, report: Saved) -> None:
         """A worker has written its layers; the checkpoint is complete once its folder has its name."""
-        if report.iteration < self._run.setup.iterations:  # the last one costs no training
-            self.checkpoints.saved(report.iteration, report.seconds)
         if report.iteration > self._checkpointed and (self._run.out / CHECKPOINTS
                                                       / f"iteration-{report.iteration}").is_dir():
             self._checkpointed = report.iteration

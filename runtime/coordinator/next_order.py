@@ -1,162 +1,159 @@
 """Next order: what follows once all members that are left have paused."""
 
-import contextlib
-import time
 from collections.abc import Collection, Iterable
 
-from slipstream.runtime.coordinator.context import CoordinatorContext
-from slipstream.runtime.coordinator.going_back import GoingBack
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator import going_back, orders
 from slipstream.runtime.coordinator.layer_moves import plan_moves
-from slipstream.runtime.coordinator.orders import Orders
-from slipstream.runtime.coordinator.planning import NoScheduleError
-from slipstream.runtime.coordinator.schedule_choice import ScheduleChoice
+from slipstream.runtime.coordinator.run_state import Gathering, Step, Training
+from slipstream.runtime.coordinator.schedule_choice import at_first, at_once
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Failed, NodeLost
 from slipstream.runtime.protocol.to_worker import Leave, PartMove
+from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.schedule import Schedule, Worker
 
 
-class NextOrder:
-    """Decides on the next order of one run, again and again."""
-
-    def __init__(self, context: CoordinatorContext, orders: Orders, choice: ScheduleChoice,
-                 going_back: GoingBack) -> None:
-        self._context = context
-        self._orders = orders
-        self._choice = choice
-        self._going_back = going_back
-
-    def give(self) -> None:
-        """Give it, if there is a schedule for it; else this is to be called again when there is one. Raises RunError.
-        """
-        context, state = self._context, self._context.state
-        first = context.log.next_iteration
-        untouched = first == context.iterations.start
-        missing = [] if untouched else context.lost_layers(state.holds)
-        if missing or not state.everyone:
-            state.ready |= context.slow.take_back()
-        if missing:
-            self._going_back.give_order(missing[0])
-            return
-        if not state.everyone and state.stopping:
-            self._orders.leave(f"no worker is left: {context.lost.reasons()}")
-            return
-        if not state.everyone:
-            raise RunError(f"no worker is left: {context.lost.reasons()}")
-        if state.leaving and first < context.iterations.stop and not self._release(untouched):
-            return
-        if state.stopping and untouched:
-            self._orders.leave()
-        elif (first >= context.iterations.stop or state.stopping) and state.phase != "gathering":
-            self._orders.finish()
+def give(step: Step) -> None:
+    """Give it, if there is a schedule for it; else this is to be called again when there is one. Raises RunError."""
+    state, stop = step.state, step.rules.iterations.stop
+    first = state.log.next_iteration
+    untouched = first == step.rules.iterations.start
+    missing = [] if untouched else step.lost_layers(state.paused)
+    if missing or not state.everyone:
+        step.change(slow=state.slow.take_back(state.slow.left_out))
+    everyone = step.state.everyone
+    if missing:
+        going_back.give_order(step, missing[0])
+    elif not everyone:
+        why = f"no worker is left: {state.lost.reasons()}"
+        if not state.stopping:
+            raise RunError(why)
+        orders.leave(step, why)
+    elif not state.leaving or first >= stop or _release(step, untouched):
+        if step.state.stopping and untouched:
+            orders.leave(step)
+        elif (first >= stop or step.state.stopping) and not isinstance(state.phase, Gathering):
+            orders.finish(step)
         else:
-            self._train(untouched)
+            _train(step, untouched)
 
-    def enter_loss(self, worker: Worker, reason: str, since: float) -> None:
-        """Enter that a member is gone, since a time by time.monotonic. Those of one machine that go together are one
-        failure."""
-        context = self._context
-        together = context.domains.together(worker)
-        if context.settler is not None and not any(other in together for other in context.recovery.dead):
-            context.settler.failed()
-        context.recovery.lost(worker, reason, since)
-        context.events.write(Failed(worker=worker, reason=reason))
 
-    def enter_nodes(self, lost: Iterable[Worker]) -> None:
-        """Enter that whole nodes are gone, where these, which are lost, were the last of their machines."""
-        context, left = self._context, self._context.state.everyone | self._context.slow.left_out
-        together = {context.domains.number(worker): context.domains.together(worker) for worker in lost}
-        for node, workers in together.items():
-            if node is not None and len(workers) > 1 and left.isdisjoint(workers):
-                context.recovery.node_lost(node)
-                context.events.write(NodeLost(node=node, workers=workers))
+def enter_losses(step: Step, reasons: Iterable[tuple[Worker, str]], since: float) -> None:
+    """Enter that members are gone, since a time by time.monotonic. Those of one machine that go together are one
+    failure."""
+    for worker, reason in reasons:
+        state, together = step.state, step.rules.domains.together(worker)
+        if state.settler is not None and not any(other in together for other in state.recovery.dead):
+            step.change(settler=replace(state.settler, failures=state.settler.failures + 1))
+        step.change(recovery=state.recovery.lost(worker, reason, since))
+        step.do(Failed(worker=worker, reason=reason))
 
-    def _train(self, untouched: bool) -> None:
-        context = self._context
-        join = None if untouched else context.joins.current()
-        schedule = join.schedule if join is not None else self._for_speeds() or self._next_schedule(untouched)
-        if schedule is None:
-            return
-        fetched, partition, state = join is not None and join.fetch, context.partition, context.state
-        if partition is not None:
-            stay = {} if untouched or join is not None else partition.left(
-                schedule, state.current, state.cut_for, state.kept)
-            parts = () if untouched else partition.moves(
-                schedule, state.kept, state.holds, context.log.next_iteration - 1,
-                [move for move in join.moves if isinstance(move, PartMove)] if join is not None and fetched else (),
-                cut_for=stay)
-            self._orders.train(schedule, (), join, parts, cut_for=stay)
-            return
-        moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), state.holds)
-        self._orders.train(schedule, moves, join)
 
-    def saved_for_leaving(self) -> bool:
-        """The last order was to save layers that would be lost with members that are to end: let these go.
+def enter_nodes(step: Step, lost: Iterable[Worker]) -> None:
+    """Enter that whole nodes are gone, where these, which are lost, were the last of their machines."""
+    domains = step.rules.domains
+    for node, workers in {domains.number(worker): domains.together(worker) for worker in lost}.items():
+        if node is not None and len(workers) > 1 and not any(worker in step.state.live for worker in workers):
+            step.change(recovery=step.state.recovery.node_lost(node))
+            step.do(NodeLost(node=node, workers=workers))
 
-        The others go back to what was saved. Whether it was that; else the run is over.
-        """
-        context, state = self._context, self._context.state
-        if not state.leaving or state.stopping or context.log.next_iteration >= context.iterations.stop:
-            return False
-        state.phase, state.ended, state.paused = "training", True, set(state.members)
-        self._let_go()
+
+def saved_for_leaving(step: Step) -> bool:
+    """The last order was to save layers that would be lost with members that are to end: let these go.
+
+    The others go back to what was saved. Whether it was that; else the run is over.
+    """
+    state = step.state
+    if not state.leaving or state.stopping or state.log.next_iteration >= step.rules.iterations.stop:
+        return False
+    step.change(phase=Training(ended=True))
+    _let_go(step)
+    return True
+
+
+def _train(step: Step, untouched: bool) -> None:
+    state, partition, placement = step.state, step.rules.partition, step.rules.placement
+    join = None if untouched else state.joins.current
+    schedule = join.schedule if join is not None else _for_speeds(step) or _next_schedule(step, untouched)
+    if schedule is None:
+        return
+    fetched = join.moves if join is not None else ()
+    if partition is not None:
+        stay = {} if untouched or join is not None else partition.left(
+            schedule, state.current, state.cut_for, state.kept)
+        parts = () if untouched else partition.moves(
+            schedule, state.kept, state.holds, state.log.next_iteration - 1,
+            [move for move in fetched if isinstance(move, PartMove)], cut_for=stay)
+        orders.train(step, schedule, (), join, parts, cut_for=stay)
+        return
+    moves = () if untouched or (join is not None and join.fetch) else plan_moves(
+        placement.held_by(schedule), state.holds)
+    orders.train(step, schedule, moves, join)
+
+
+def _release(step: Step, untouched: bool) -> bool:
+    """Let members go that are to end. Where nobody would be left, end the run instead.
+
+    Whether that is done: a schedule without them may have to be planned first, or layers to be saved that only they
+    hold.
+    """
+    state = step.state
+    staying = state.members - state.leaving
+    if state.stopping or state.leaving.issuperset(state.live):
+        step.change(stopping=True)
         return True
-
-    def _release(self, untouched: bool) -> bool:
-        """Let members go that are to end. Where nobody would be left, end the run instead.
-
-        Whether that is done: a schedule without them may have to be planned first, or layers to be saved that only they
-        hold.
-        """
-        context, state = self._context, self._context.state
-        staying = state.members - state.leaving
-        if state.stopping or not (state.everyone | context.slow.left_out) - state.leaving:
-            state.stopping = True
-            return True
-        if not untouched and context.lost_layers(staying):
-            self._orders.finish()
+    if not untouched and step.lost_layers(staying):
+        orders.finish(step)
+        return False
+    try:
+        if _schedule_of(step, staying, untouched) is None:
             return False
+    except (NoScheduleError, RunError):
+        step.change(stopping=True)
+        return True
+    _let_go(step)
+    return True
+
+
+def _let_go(step: Step) -> None:
+    leaving, lost = sorted(step.state.leaving), step.state.lost
+    reasons = {worker: f"worker {worker} has left, as it was told to" for worker in leaving}
+    for worker, reason in reasons.items():
+        lost = lost.adding(worker, reason, step.state.holds.get(worker, ()))
+    step.send(leaving, Leave())
+    step.change(lost=lost)
+    step.forget(leaving)
+    enter_losses(step, reasons.items(), step.at)
+
+
+def _for_speeds(step: Step) -> Schedule | None:
+    """The schedule that was decided on for the members' speeds, if they are still the same."""
+    decision = step.state.slow.decision
+    if decision is None or decision.schedule is None or \
+            step.state.members != {*decision.schedule.seat_of, *decision.left_out}:
+        return None
+    return decision.schedule
+
+
+def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
+    """The schedule of the next order, where no layers have been fetched for it.
+
+    A worker that is ready and lacks its layers is left out, and fetches them while the others train. Before the first
+    step there is nothing to fetch. Where the others cannot train without it, all wait until it has them.
+    """
+    state = step.state
+    if not untouched and state.members and state.ready:
         try:
-            if self._schedule_of(staying, untouched) is None:
-                return False
+            return _schedule_of(step, state.members, untouched)
         except (NoScheduleError, RunError):
-            state.stopping = True
-            return True
-        self._let_go()
-        return True
+            pass
+    try:
+        return _schedule_of(step, state.everyone, untouched)
+    except NoScheduleError as error:
+        raise RunError(", and ".join(filter(None, (state.lost.reasons(), str(error))))) from None
 
-    def _let_go(self) -> None:
-        context, state = self._context, self._context.state
-        for worker in sorted(state.leaving):
-            reason = f"worker {worker} has left, as it was told to"
-            context.lost.add(worker, reason, state.holds.get(worker, ()))
-            self.enter_loss(worker, reason, time.monotonic())
-            state.forget(worker)
-            context.joins.lost(worker)
-            context.send(worker, Leave())
 
-    def _for_speeds(self) -> Schedule | None:
-        """The schedule that was decided on for the members' speeds, if they are still the same."""
-        decision = self._context.slow.decision
-        if decision is None or decision.schedule is None or \
-                self._context.state.members != {*decision.schedule.seat_of, *decision.left_out}:
-            return None
-        return decision.schedule
-
-    def _next_schedule(self, untouched: bool) -> Schedule | None:
-        """The schedule of the next order, where no layers have been fetched for it.
-
-        A worker that is ready and lacks its layers is left out, and fetches them while the others train. Before the
-        first step there is nothing to fetch. Where the others cannot train without it, all wait until it has them.
-        """
-        state = self._context.state
-        if not untouched and state.members and state.everyone != state.members:
-            with contextlib.suppress(NoScheduleError, RunError):
-                return self._schedule_of(state.members, untouched)
-        try:
-            return self._schedule_of(state.everyone, untouched)
-        except NoScheduleError as error:
-            raise RunError(", and ".join(filter(None, (self._context.lost.reasons(), str(error))))) from None
-
-    def _schedule_of(self, live: Collection[Worker], untouched: bool) -> Schedule | None:
-        return self._choice.at_first(live) if untouched else self._choice.at_once(live)
+def _schedule_of(step: Step, live: Collection[Worker], untouched: bool) -> Schedule | None:
+    return at_first(step, live) if untouched else at_once(step, live)

@@ -1,13 +1,17 @@
 """Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.context import CoordinatorContext
+from slipstream.runtime.coordinator.effects import Keep, Note
+from slipstream.runtime.coordinator.event_log import digest_of
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.run_state import Finishing, Left, Step, Training
 from slipstream.runtime.events import HandedOver, Joined, OrderGiven
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_worker import (
@@ -28,127 +32,103 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 Address = tuple[str, int]
 
 
-class Orders:
-    """Gives the orders of one run."""
+def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
+          part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None,
+          cut_for: CutFor = AS_THEY_ARE) -> None:
+    """Train by a schedule from the first iteration that is not committed.
 
-    def __init__(self, context: CoordinatorContext) -> None:
-        self._context = context
+    The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are layers
+    that workers read from the checkpoint of that iteration; `cut_for` says which parts of states stay.
+    """
+    before, rules = step.state, step.rules
+    live, first, number = frozenset(schedule.seat_of), before.log.next_iteration, before.number + 1
+    told, slow = before.everyone, before.slow.order_begins(number, schedule, first, step)
+    settler = step.state.settler
+    settles = join is not None and schedule is not before.current  # else parts of optimizer states alone are cut anew
+    if settler is not None and join is not None and settles:
+        settler = replace(settler, closed=(number, join.speeds))
+    step.change(
+        current=schedule, members=live, number=number, paused=PersistentMap(), cut_for=cut_for, answers={},
+        phase=Training(began=first, without_microbatches=_without_microbatches(schedule)),
+        recovery=before.recovery.ordered(
+            live - before.members, at=step.at, settled=join is not None and join.settles,
+            meanwhile=first - join.began if join is not None and join.fetch else 0),
+        joins=before.joins.close(step), settler=settler, log=before.log.begin(number, live),
+        checkpoints=before.checkpoints.order_begins(step.at), slow=slow)
+    text, parts = rules.prepared(schedule)
+    _assign(step, parts)
+    stand_for = ((worker, step.state.live[worker].stands_for) for worker in sorted(live) if worker in step.state.live)
+    step.send(sorted(told), Train(
+        number=number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
+        part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
+        addresses=_addresses(step, (*moves, *part_moves)), failed=parts.failed,
+        schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
+        stand_for=tuple((worker, ranks) for worker, ranks in stand_for if ranks > 1),
+        factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
+        restore=None if restore is None else tuple(restore.items())))
+    if join is not None:
+        step.do(HandedOver(fetch=join.fetch, order=number))
+    for worker in sorted(live - before.members) if before.number else ():
+        step.do(Joined(worker=worker, stands_for=step.state.live[worker].stands_for))
+    whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
+    moved = any(map(schedule.holds_others, schedule.seats))
+    step.do(Keep(text))
+    step.do(OrderGiven(
+        order=number, schedule=digest_of(text), live=len(live),
+        planned_period=round(schedule.seconds(schedule.period_ticks), 9),
+        phase="settled" if moved else "whole" if whole else "at once"))
 
-    def train(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
-              part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None,
-              cut_for: CutFor = AS_THEY_ARE) -> None:
-        """Train by a schedule from the first iteration that is not committed.
 
-        The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are
-        layers that workers read from the checkpoint of that iteration; `cut_for` says which parts of states stay.
-        """
-        context, state = self._context, self._context.state
-        live = {seat.worker for seat in schedule.seats}
-        first = context.log.next_iteration
-        joining = live - state.members if state.number else set()
-        context.recovery.ordered(live - state.members, settled=join is not None and join.settles,
-                                 meanwhile=first - join.began if join is not None and join.fetch else 0)
-        told = state.everyone
-        decision = context.slow.decision
-        slow = set(decision.left_out) if decision is not None and decision.schedule is schedule else set()
-        state.ready = (state.everyone - slow) - live  # whoever has nothing to do waits to join again
-        state.members, state.paused, state.holds, state.kept = live, set(), {}, {}
-        settles = schedule is not state.current  # else parts of optimizer states alone have been cut anew
-        state.phase, state.current, state.ended, state.began = "training", schedule, False, first
-        state.cut_for = cut_for
-        state.stop_before = state.save_before = state.new_costs = None
-        state.without_microbatches, state.unanswered = _without_microbatches(schedule), []
-        state.number += 1
-        self._begins(schedule, join if settles else None)
-        text, parts = context.schedules.prepared(schedule)
-        self._assign(parts)
-        context.tell(told, Train(
-            number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
-            part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
-            addresses=self._addresses((*moves, *part_moves)), failed=parts.failed,
-            schedule=msgspec.Raw(text) if context.whole_schedules else NOTHING,
-            stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
-                            if state.stand_for.get(worker, 1) > 1),
-            costs=None if context.costs is None else context.costs.current,
-            factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
-        self._record(schedule, text, joining, join)
+def _assign(step: Step, parts: Parts) -> None:
+    """Tell each member what it does, and before that, what it needs to know for it and does not yet."""
+    lacking: dict[str, list[Worker]] = defaultdict(list)
+    contents = dict(step.state.contents)
+    for worker, share in parts.shares.items():
+        known = contents.get(worker, ())
+        unknown = [digest for digest in dict.fromkeys(share.contents) if digest not in known]
+        contents[worker] = (*known, *unknown)[-KEPT_CONTENTS:]
+        for digest in unknown:
+            lacking[digest].append(worker)
+    step.change(contents=contents)
+    for digest, workers in lacking.items():
+        step.send(sorted(workers), Content(digest, msgspec.Raw(parts.contents[digest])))
+    for worker, share in parts.shares.items():
+        step.send((worker,), Assigned(step.state.number, share))
 
-    def _assign(self, parts: Parts) -> None:
-        """Tell each member what it does, and before that, what it needs to know for it and does not yet."""
-        context, state = self._context, self._context.state
-        lacking: dict[str, list[Worker]] = defaultdict(list)
-        for worker, share in parts.shares.items():
-            known = state.contents.setdefault(worker, deque(maxlen=KEPT_CONTENTS))
-            for digest in share.contents:
-                if digest not in known:
-                    known.append(digest)
-                    lacking[digest].append(worker)
-        for digest, workers in lacking.items():
-            context.tell(workers, Content(digest, msgspec.Raw(parts.contents[digest])))
-        for worker, share in parts.shares.items():
-            context.send(worker, Assigned(state.number, share))
 
-    def end(self) -> None:
-        """Have all members stop where they are."""
-        state = self._context.state
-        if not state.ended:
-            state.ended = True
-            self._context.tell(state.members, EndOrder(state.number))
+def end(step: Step) -> None:
+    """Have all members stop where they are."""
+    state = step.state
+    if isinstance(state.phase, Training) and not state.phase.ended:
+        step.change(phase=replace(state.phase, ended=True))
+        step.send(sorted(state.members), EndOrder(state.number))
 
-    def finish(self) -> None:
-        """All iterations are committed, or all or some are to end here; the first holder of each layer writes it."""
-        context, state = self._context, self._context.state
-        writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
-                   for layer in sorted(layers)}
-        partition = context.partition
-        part_moves = () if partition is None else partition.to_writers(writers, state.kept)
-        state.phase, state.outdated = "finishing", False
-        if not state.leaving:
-            context.slow.over(context.log.next_iteration)
-        state.finished.clear()
-        state.number += 1
-        context.log.begin(state.number, state.members)
-        context.tell(state.members, Finish(
-            number=state.number, first_iteration=context.log.next_iteration, writers=tuple(writers.items()),
-            factor=context.log.factor, part_moves=part_moves, addresses=self._addresses(part_moves),
-            parameters=context.log.next_iteration >= context.iterations.stop))
 
-    def _addresses(self, moves: Iterable[LayerMove | PartMove]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
-        """Where the sources listen."""
-        addresses = self._context.state.addresses
-        return tuple((source, addresses[source]) for source in sorted({move.source for move in moves}))
+def finish(step: Step) -> None:
+    """All iterations are committed, or all or some are to end here; the first holder of each layer writes it."""
+    state, rules = step.state, step.rules
+    writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
+               for layer in sorted(layers)}
+    part_moves = () if rules.partition is None else rules.partition.to_writers(writers, state.kept)
+    number, first = state.number + 1, state.log.next_iteration
+    step.change(phase=Finishing(), number=number, log=state.log.begin(number, state.members),
+                slow=state.slow if state.leaving else state.slow.over(first, step))
+    step.send(sorted(state.members), Finish(
+        number=number, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
+        part_moves=part_moves, addresses=_addresses(step, part_moves), parameters=first >= rules.iterations.stop))
 
-    def leave(self, why: str | None = None) -> None:
-        """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
-        if why is not None:
-            self._context.listeners.note(f"{why}: the run, which was told to end, ends without another checkpoint")
-        self._context.tell_all(Leave())
-        self._context.state.phase = "left"
 
-    def _begins(self, schedule: Schedule, join: Join | None) -> None:
-        """An order has a number: all who watch the run begin anew with it."""
-        context, state = self._context, self._context.state
-        context.joins.close()
-        context.schedules.forget()
-        if context.settler is not None and join is not None:
-            context.settler.close(state.number, join.speeds)
-        context.log.begin(state.number, state.members)
-        context.checkpoints.order_begins()
-        context.slow.order_begins(state.number, schedule, context.log.next_iteration)
+def leave(step: Step, why: str | None = None) -> None:
+    """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
+    if why is not None:
+        step.do(Note(f"{why}: the run, which was told to end, ends without another checkpoint"))
+    step.send(sorted(step.state.live), Leave())
+    step.change(phase=Left())
 
-    def _record(self, schedule: Schedule, text: bytes, joining: set[Worker], join: Join | None) -> None:
-        """Enter an order that has been given. `joining` are the workers that did not take part before."""
-        number, events = self._context.state.number, self._context.events
-        if join is not None:
-            events.write(HandedOver(fetch=join.fetch, order=number))
-        for worker in sorted(joining):
-            events.write(Joined(worker=worker, stands_for=self._context.state.stand_for.get(worker, 1)))
-        whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
-        moved = any(map(schedule.holds_others, schedule.seats))
-        events.write(OrderGiven(
-            order=number, schedule=events.keep(text), live=len(schedule.seats),
-            planned_period=round(schedule.seconds(schedule.period_ticks), 9),
-            phase="settled" if moved else "whole" if whole else "at once"))
+
+def _addresses(step: Step, moves: Iterable[LayerMove | PartMove]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
+    """Where the sources listen."""
+    return tuple((source, step.state.live[source].addresses) for source in sorted({move.source for move in moves}))
 
 
 def _without_microbatches(schedule: Schedule) -> frozenset[Worker]:

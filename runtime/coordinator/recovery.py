@@ -1,9 +1,9 @@
 """Recoveries: changes of members, and how long each took."""
 
-import time
 from collections.abc import Collection
 
 import msgspec
+from msgspec.structs import replace
 
 from slipstream.schedules.schedule import Worker
 
@@ -50,92 +50,82 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
         return f"{causes}{again}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
 
 
-class RecoveryClock:
-    """Measures recoveries, each of which may take several orders."""
+class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
+    """Measures recoveries, each of which may take several orders. All times are by time.monotonic."""
 
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._ordered = 0.0
-        self._dead: list[tuple[Worker, str]] = []
-        self._nodes: list[int] = []
-        self._broken: str | None = None
-        self._returned: set[Worker] = set()
-        self._meanwhile = 0
-        self._settled = False
-        self._back: tuple[int | None, int] = None, 0
-        self._committed: float | None = None
-        self._without_gap = 0
-        """Recoveries, the last ones, after which nothing has been committed."""
-        self.recoveries: list[Recovery] = []
+    began: float | None = None
+    ordered_at: float = 0.0
+    deaths: tuple[tuple[Worker, str], ...] = ()
+    """Since the last recovery has ended."""
+    nodes: tuple[int, ...] = ()
+    broken: str | None = None
+    returned: frozenset[Worker] = frozenset()
+    meanwhile: int = 0
+    settled: bool = False
+    back_to: int | None = None
+    repeated: int = 0
+    committed_at: float | None = None
+    without_gap: int = 0
+    """Recoveries, the last ones, after which nothing has been committed."""
+    recoveries: tuple[Recovery, ...] = ()
 
-    def lost(self, worker: Worker, reason: str, since: float) -> None:
-        """A member is gone, since a time by time.monotonic. Time before the last order does not count."""
-        since = max(since, self._ordered)
-        self._began = since if self._began is None else min(self._began, since)
-        self._dead.append((worker, reason))
-        self._returned.discard(worker)
+    def lost(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
+        """A member is gone, since a time. Time before the last order does not count."""
+        since = max(since, self.ordered_at)
+        return replace(self, began=since if self.began is None else min(self.began, since),
+                       deaths=(*self.deaths, (worker, reason)), returned=self.returned - {worker})
 
-    def node_lost(self, node: int) -> None:
+    def node_lost(self, node: int) -> "RecoveryClock":
         """With the last one, all workers of a node are gone."""
-        self._nodes.append(node)
+        return replace(self, nodes=(*self.nodes, node))
 
     @property
-    def dead(self) -> list[Worker]:
+    def dead(self) -> tuple[Worker, ...]:
         """Those lost since the last recovery has ended."""
-        return [worker for worker, _ in self._dead]
+        return tuple(worker for worker, _ in self.deaths)
 
-    def begin(self) -> None:
+    def begin(self, at: float) -> "RecoveryClock":
         """Members stop, unless they have before."""
-        if self._began is None:
-            self._began = time.monotonic()
+        return replace(self, began=at) if self.began is None else self
 
-    def broke(self, worker: Worker, reason: str) -> None:
-        """A member has lost a connection. What others then lose follows from it."""
-        self.begin()
-        self._broken = self._broken or f"worker {worker} lost a connection, {reason}"
+    def broke(self, why: str, at: float) -> "RecoveryClock":
+        """A connection has broken, or a coordinator was lost. What is then lost follows from it."""
+        return replace(self.begin(at), broken=self.broken or why)
 
-    def took_over(self, found: int) -> None:
-        """Another coordinator was lost, and this one has found so many workers."""
-        self.begin()
-        self._broken = f"node 0 was started anew, and has found {found} workers"
-
-    def ordered(self, returned: Collection[Worker], meanwhile: int, *, settled: bool = False) -> None:
+    def ordered(self, returned: Collection[Worker], meanwhile: int, at: float, *, settled: bool = False
+                ) -> "RecoveryClock":
         """An order is given, with workers that come in, or with layers that have moved."""
-        self._returned.update(returned)
-        self._settled = settled
-        self._meanwhile, self._ordered = meanwhile, time.monotonic()
+        return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
+                       ordered_at=at)
 
-    def went_back(self, iteration: int, repeated: int) -> None:
+    def went_back(self, iteration: int, repeated: int) -> "RecoveryClock":
         """Layers were lost: iterations from this one on are run again."""
-        before, already = self._back
-        self._back = iteration if before is None else min(before, iteration), already + repeated
+        before = iteration if self.back_to is None else min(self.back_to, iteration)
+        return replace(self, back_to=before, repeated=self.repeated + repeated)
 
-    def end(self, iteration: int, live: int) -> Recovery | None:
-        """A member runs its first op; None where that ends no recovery."""
-        if self._began is None:
-            return None
+    def end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
+        """A member runs its first op: that ends the recovery, where there is one."""
+        if self.began is None:
+            return self
         recovery = Recovery(
-            iteration=iteration, dead=tuple(self.dead), nodes=tuple(self._nodes), live=live,
-            returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
-            seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile,
-            went_back_to=self._back[0], repeated=self._back[1],
-            settled=self._settled and not self._dead and not self._returned)
-        self._began, self._dead, self._nodes, self._broken = None, [], [], None
-        self._returned, self._back = set(), (None, 0)
-        self.recoveries.append(recovery)
-        self._without_gap += 1
-        return recovery
+            iteration=iteration, dead=self.dead, nodes=self.nodes, live=live, returned=tuple(sorted(self.returned)),
+            reasons=tuple(reason for _, reason in self.deaths), seconds=at - self.began, broken=self.broken,
+            meanwhile=self.meanwhile, went_back_to=self.back_to, repeated=self.repeated,
+            settled=self.settled and not self.deaths and not self.returned)
+        return RecoveryClock(ordered_at=self.ordered_at, meanwhile=self.meanwhile, settled=self.settled,
+                             committed_at=self.committed_at, without_gap=self.without_gap + 1,
+                             recoveries=(*self.recoveries, recovery))
 
     @property
     def last_seconds(self) -> float | None:
         """How long the last one took."""
         return self.recoveries[-1].seconds if self.recoveries else None
 
-    def committed(self) -> None:
+    def committed(self, at: float) -> "RecoveryClock":
         """An iteration was committed."""
-        now = time.monotonic()
-        if self._without_gap and self._committed is not None:
-            gap = now - self._committed
-            self.recoveries[-self._without_gap:] = [msgspec.structs.replace(one, commit_gap_seconds=gap)
-                                                 for one in self.recoveries[-self._without_gap:]]
-        self._committed, self._without_gap = now, 0
+        recoveries = self.recoveries
+        if self.without_gap and self.committed_at is not None:
+            before, last = recoveries[:-self.without_gap], recoveries[-self.without_gap:]
+            gap = at - self.committed_at
+            recoveries = (*before, *(replace(one, commit_gap_seconds=gap) for one in last))
+        return replace(self, committed_at=at, without_gap=0, recoveries=recoveries)

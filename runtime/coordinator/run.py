@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.runtime.config import LengthCosts, RunConfig
-from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, WithDegraded
+from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent

@@ -5,13 +5,14 @@ layers move is faster, but all stop once to change over; and the next failure ma
 """
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slipstream.runtime.coordinator.event_log import EventLog
-from slipstream.runtime.coordinator.planning import Speeds
+import msgspec
+
+from slipstream.runtime.coordinator.effects import Effects
+from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import SettlingChosen
 from slipstream.runtime.protocol.to_worker import LayerMove
 
@@ -43,79 +44,58 @@ class Cost:
     """From each worker to each other; None: not bounded."""
 
 
-class Settler:
-    """Decides for one run. `tell` tells people a line."""
+class Settler(msgspec.Struct, frozen=True, kw_only=True):
+    """Decides for one run."""
 
-    def __init__(self, cost: Cost, mtbf_seconds: float | None, events: EventLog, tell: Callable[[str], None]) -> None:
-        self._cost = cost
-        self._mtbf = mtbf_seconds
-        self._events = events
-        self._tell = tell
-        self._failures = self._changes = 0
-        self._began = time.monotonic()
-        self._closed: tuple[int, Speeds | None] = 1, None
-        """The order that is as good as it gets, and at which speeds; at the start, the first one."""
+    cost: Cost
+    mtbf: float | None = None
+    """As in `Settling`."""
+    began: float
+    """By time.monotonic."""
+    failures: int = 0
+    changes: int = 0
+    """Of speed: after each, what had been settled for is over, as after a failure."""
+    closed: tuple[int, Speeds | None] = 1, None
+    """The order that is as good as it gets, and at which speeds; at the start, the first one."""
 
-    def open(self, order: int, speeds: Speeds | None) -> bool:
-        """Whether a better schedule than that of an order is to be looked for, at these speeds."""
-        return (order, speeds) != self._closed
-
-    def close(self, order: int, speeds: Speeds | None) -> None:
-        """An order is as good as it gets at these speeds."""
-        self._closed = order, speeds
-
-    def failed(self) -> None:
-        """A worker was lost."""
-        self._failures += 1
-
-    def speed_changed(self) -> None:
-        """A worker has become slow, or has recovered: what had been settled for is over, as after a failure."""
-        self._changes += 1
-
-    @property
-    def seconds_to_failure(self) -> float:
+    def seconds_to_failure(self, at: float) -> float:
         """To be expected until the next failure or change of speed."""
-        observed = time.monotonic() - self._began + PRIOR_SECONDS
-        failures = (self._failures + 1) / observed if self._mtbf is None else 1 / self._mtbf
-        return 1 / (failures + self._changes / observed)
+        observed = at - self.began + PRIOR_SECONDS
+        failures = (self.failures + 1) / observed if self.mtbf is None else 1 / self.mtbf
+        return 1 / (failures + self.changes / observed)
 
-    def pays(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None) -> bool:
+    def pays(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None, to: Effects) -> bool:
         """Whether to move; tells the numbers in one line and one event.
 
         `old` and `new` are the periods before and after, `pause` is how long the last change of schedules took, all in
         seconds.
         """
         size, seconds = self._moved(moves)
-        left = self.seconds_to_failure - seconds
+        failure = self.seconds_to_failure(to.at)
         gained = old - new
         lost = (PAUSE_SECONDS if pause is None else pause) + new  # an iteration that begins with empty pipelines
         paid = math.ceil(lost / gained) if gained > 0 else None
-        settles = gained > LEAST_GAIN * old and paid is not None and paid * new < left
-        self._events.write(SettlingChosen(
+        settles = gained > LEAST_GAIN * old and paid is not None and paid * new < failure - seconds
+        to.do(SettlingChosen(
             settles=settles, moves_bytes=size, move_seconds=round(seconds, 3), present_period=round(old, 6),
-            settled_period=round(new, 6), pays_after=paid, time_to_failure=round(self.seconds_to_failure, 3)))
-        self._tell(self._told(settles, size, seconds, old, new, paid))
-        return settles
-
-    def _told(self, settles: bool, size: int, seconds: float, old: float, new: float, paid: int | None) -> str:
-        expected = f"the next failure{' or change of speed' if self._changes else ''} is expected in " \
-                   f"{self.seconds_to_failure:.0f} s"
-        says = f"{size / 1e6:.0f} MB would move in about {seconds:.1f} s, for iterations of {new:.3g} s instead of " \
-               f"{old:.3g} s"
-        if settles:
-            return f"settles: {says.replace('would move', 'move')}, which has paid after {paid} iterations; {expected}"
-        why = "which gains too little" if paid is None or old - new <= LEAST_GAIN * old else \
+            settled_period=round(new, 6), pays_after=paid, time_to_failure=round(failure, 3)))
+        expected = f"the next failure{' or change of speed' if self.changes else ''} is expected in {failure:.0f} s"
+        says = f"{size / 1e6:.0f} MB {'' if settles else 'would '}move in about {seconds:.1f} s, for iterations of " \
+               f"{new:.3g} s instead of {old:.3g} s"
+        why = "which gains too little" if paid is None or gained <= LEAST_GAIN * old else \
             f"which would have paid after {paid} iterations"
-        return f"does not settle: {says}, {why}; {expected}"
+        to.do(f"settles: {says}, which has paid after {paid} iterations; {expected}" if settles else
+              f"does not settle: {says}, {why}; {expected}")
+        return settles
 
     def _moved(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
         """Bytes of all moves, and seconds until the busiest connection or worker has carried its share."""
         between: Counter[object] = Counter()
         size = 0
         for move in moves:
-            layer = self._cost.layer_bytes[move.layer]
+            layer = self.cost.layer_bytes[move.layer]
             size += layer
             # A rate that is given holds for each connection.
             ends = (move.source, move.target)
-            between.update({ends: layer} if self._cost.bytes_per_second else dict.fromkeys(ends, layer))
-        return size, max(between.values(), default=0) / (self._cost.bytes_per_second or BYTES_PER_SECOND)
+            between.update({ends: layer} if self.cost.bytes_per_second else dict.fromkeys(ends, layer))
+        return size, max(between.values(), default=0) / (self.cost.bytes_per_second or BYTES_PER_SECOND)

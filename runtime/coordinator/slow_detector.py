@@ -47,6 +47,7 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -122,6 +123,9 @@ class _Sum:
         self.value = 0.0
         self.since.clear()
 
+    def copy(self) -> "_Sum":
+        return _Sum(self.value, list(self.since))
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -143,6 +147,11 @@ class _Watched:
     added: int = 0
     """Observations since that was found."""
 
+    def copy(self) -> "_Watched":
+        """One that changes by itself."""
+        return _Watched(self.factor, self.slower.copy(), self.faster.copy(), self.history.copy(), list(self.pending),
+                        list(self.waiting), self.recoveries, self.spread, self.added)
+
     def allowance(self, spread: float) -> float:
         """What is taken off the observations that may tell of a recovery."""
         usual = ALLOWANCE * spread
@@ -157,6 +166,14 @@ class _Watched:
         if len(self.history) >= FIRST:
             return self.spread
         return _spread([*self.history, *self.pending, *(y for _, y in self.waiting)])
+
+    def believe(self, factor: float) -> None:
+        """What was measured is dropped, but for what tells the spread."""
+        self.factor = factor
+        self.slower.clear()
+        self.faster.clear()
+        self.pending.clear()
+        self.waiting.clear()
 
     def settle(self) -> None:
         """What is not a change is noise."""
@@ -183,9 +200,16 @@ class SlowDetector:
             self._watched[worker].factor = factor
         self._rates: dict[tuple[OpKind, int], float] = {}
         """What was measured by what was planned, of a kind of op on a layer that several workers ran."""
-        self._open: dict[Worker, list[float]] = defaultdict(list)
+        self._open: tuple[Mapping[Worker, float], ...] = ()
+        """Log ratios of the iterations that are put together."""
         self._first = self._last = 0
         self._seconds = 0.0
+
+    def copy(self) -> "SlowDetector":
+        """One that changes by itself. What is watched of workers is copied only where it changes."""
+        new = copy(self)
+        new._watched, new._rates = self._watched.copy(), dict(self._rates)
+        return new
 
     def factor(self, worker: Worker) -> float:
         """What is believed of a worker."""
@@ -193,22 +217,17 @@ class SlowDetector:
 
     def believe(self, worker: Worker, factor: float) -> None:
         """A worker's factor is known otherwise, such as from a test of its own. What was measured of it is dropped."""
-        watched = self._watched[worker]
-        watched.factor = factor
-        watched.slower.clear()
-        watched.faster.clear()
-        watched.pending.clear()
-        watched.waiting.clear()
+        self._watched[worker] = watched = self._watched[worker].copy()
+        watched.believe(factor)
 
     def interrupt(self) -> None:
         """Iterations do not go on from those before: what has not become an observation is dropped."""
-        self._open.clear()
-        self._seconds = 0.0
+        self._open, self._seconds = (), 0.0
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone. One that is started again may be on another machine."""
         self._watched.pop(worker, None)
-        self._open.pop(worker, None)
+        self._open = tuple({one: y for one, y in its.items() if one != worker} for its in self._open)
 
     def observe(self, iteration: int, seconds: float, measured: Measured) -> list[SpeedChange]:
         """Enter an iteration that took so many seconds; the workers whose speed has changed."""
@@ -216,11 +235,15 @@ class SlowDetector:
             self._first = iteration
         self._last = iteration
         self._seconds += seconds
-        for worker, ratio in self.ratios(measured).items():
-            self._open[worker].append(math.log(ratio) - math.log(self.factor(worker)))
+        self._open = (*self._open, {worker: math.log(ratio) - math.log(self.factor(worker))
+                                    for worker, ratio in self.ratios(measured).items()})
         if self._seconds < OBSERVATION_SECONDS:
             return []
-        observed = {worker: statistics.median(logs) for worker, logs in self._open.items()}
+        logs: dict[Worker, list[float]] = defaultdict(list)
+        for its in self._open:
+            for worker, y in its.items():
+                logs[worker].append(y)
+        observed = {worker: statistics.median(ys) for worker, ys in logs.items()}
         self.interrupt()
         return self._conclude(observed, self._beside_slow_ones(measured))
 
@@ -280,6 +303,7 @@ class SlowDetector:
 
     def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Enter one observation of each worker."""
+        self._watched = defaultdict(_Watched, {worker: one.copy() for worker, one in self._watched.items()})
         for worker, y in observed.items():
             self._watched[worker].waiting.append((self._first, y))
         spreads = [one.known_spread() for one in self._watched.values() if one.is_known()]
@@ -316,7 +340,7 @@ class SlowDetector:
                 total.clear()
                 continue
             watched.recoveries += factor == 1.0
-            self.believe(worker, factor)
+            watched.believe(factor)
             yield SpeedChange(worker, factor, before, since, self._last + 1 - since)
             return
 

@@ -8,24 +8,27 @@ Who is left out computes nothing that could be measured. It is asked to run its 
 after twice the pause, and is taken in like one that comes back once it is worth its place.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.planning import NoScheduleError, Prepared, ScheduleService, Speeds
-from slipstream.runtime.coordinator.slow_detector import SpeedChange
-from slipstream.runtime.coordinator.speed_planning import Decision, decide, period_at, rounded, worth_back
-from slipstream.runtime.coordinator.speed_watch import SpeedWatch
-from slipstream.runtime.protocol.to_coordinator import Ran, SpeedMeasured
+from slipstream.runtime.coordinator.commit_log import Committed
+from slipstream.runtime.coordinator.effects import Effects
+from slipstream.runtime.coordinator.questions import Speeds
+from slipstream.runtime.coordinator.slow_detector import SlowDetector, SpeedChange
+from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, rounded
+from slipstream.runtime.coordinator.speed_watch import Cells, SpeedWatch
+from slipstream.runtime.protocol.to_coordinator import SpeedMeasured
 from slipstream.schedules.schedule import Schedule, Worker
 
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0
 """From one measurement of a worker that is left out to the next."""
+NOTHING = Decision(None, 0.0, 0.0)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class SpeedEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,219 +72,186 @@ def _cause(change: SpeedChange) -> str:
     return f"worker {change.worker} takes {more}" + (f" ({when})" if change.iterations else "")
 
 
-@dataclass(slots=True)
-class _LeftOut:
+class LeftOut(NamedTuple):
     """When a worker that is left out is measured next."""
 
     pause_seconds: float
     at: float
+    """By time.monotonic."""
 
 
-class _Answer(NamedTuple):
-    """Of what plans beside the event loop."""
+def watched(first: Schedule, *, plans: bool) -> "SlowWorkers":
+    """What a run begins with: the first schedule knows of workers that are slow by the job file.
 
-    decision: Decision
-    prepared: Prepared | None
-    """Its schedule, where that is another one."""
-    returning: set[Worker]
-    """Workers that are left out, and are worth their place again."""
-    reason: str | None = None
-    """Why there is no schedule for these speeds."""
-
-
-class SlowWorkers:
-    """Watches the speeds of one run.
-
-    Parameters
-    ----------
-    say
-        Called with each `SpeedEvent`.
-    measure
-        Asks a worker that is left out to measure itself.
+    `plans`: whether anything plans for speeds.
     """
+    given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
+    return SlowWorkers(plans=plans, watch=SpeedWatch(detector=SlowDetector(given), cells=Cells(first)), given=given,
+                       factors=given)
 
-    def __init__(self, schedules: ScheduleService, say: Callable[[SpeedEvent], None],
-                 measure: Callable[[Worker], None]) -> None:
-        self._schedules = schedules
-        self._say = say
-        self._measure = measure
-        self._watch = SpeedWatch(schedules.first)
-        self._given = {worker: per_mille / 1000 for worker, per_mille in schedules.first.times.per_mille_of.items()}
-        self._factors = dict(self._given)
-        """Planned for."""
-        self._news: list[SpeedChange] = []
-        """Not told yet."""
-        self._asked: object = None
-        """The order and the speeds of the last decision that was asked for."""
-        self._answered = False
-        """Whether there is an answer to that."""
-        self._present_seconds: float | None = None
-        """The period of the present schedule at these speeds, where it is not planned for them, once it is known."""
-        self.since = 0
-        """From which iteration on the speeds are what they are now."""
-        self._order = 0
-        self._left_out: dict[Worker, _LeftOut] = {}
-        self._pauses: dict[Worker, float] = {}
-        self._returning: set[Worker] = set()
-        self.decision: Decision | None = None
-        """What to change to at the next iteration boundary."""
+
+class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the speeds of one run."""
+
+    plans: bool
+    watch: SpeedWatch
+    given: Mapping[Worker, float]
+    factors: Mapping[Worker, float]
+    """Planned for."""
+    news: tuple[SpeedChange, ...] = ()
+    """Not told yet."""
+    asked: SpeedQuestion | None = None
+    """The last question."""
+    answered: bool = False
+    """Whether there is an answer to that."""
+    present_seconds: float | None = None
+    """The period of the present schedule at these speeds, where it is not planned for them, once it is known."""
+    since: int = 0
+    """From which iteration on the speeds are what they are now."""
+    order: int = 0
+    left_out: Mapping[Worker, LeftOut] = {}
+    """Workers that are too slow to be worth their place."""
+    pauses: Mapping[Worker, float] = {}
+    """The next first one of each that has been left out."""
+    returning: frozenset[Worker] = frozenset()
+    decision: Decision | None = None
+    """What to change to at the next iteration boundary."""
 
     @property
-    def left_out(self) -> set[Worker]:
-        """Workers that are too slow to be worth their place."""
-        return set(self._left_out)
+    def speeds(self) -> Speeds | None:
+        """What is planned for besides failures; None: what the first schedule says."""
+        return None if not self.plans or self.factors == self.given else self._speeds()
 
     @property
     def deciding(self) -> bool:
         """Whether it is open which schedule the speeds that are known lead to at first."""
-        return self.decision is not None or (self._asked is not None and not self._answered)
+        return self.decision is not None or (self.asked is not None and not self.answered)
 
     def period_of(self, present: Schedule) -> float:
         """Seconds of an iteration by the present schedule, as planned, at the speeds that are known."""
-        return self._present_seconds or present.seconds(present.period_ticks)
+        return self.present_seconds or present.seconds(present.period_ticks)
 
-    def ran(self, report: Ran) -> None:
-        """A report of the present order."""
-        changes = self._watch.ran(report)
-        self.since = max([self.since, *(change.since for change in changes)])
+    def committed(self, one: Committed) -> "SlowWorkers":
+        """With an iteration of the present order."""
+        watch, changes = self.watch.committed(one)
+        new = replace(self, watch=watch)
+        if not changes:
+            return new
         for change in changes:
-            self._know(change.worker, change.factor)
-        self._news += changes
+            new = new._knowing(change.worker, change.factor)
+        return replace(new, news=(*self.news, *changes), since=max(self.since, *(change.since for change in changes)))
 
-    def measured(self, report: SpeedMeasured) -> None:
+    def measured(self, report: SpeedMeasured, at: float) -> "SlowWorkers":
         """A worker that is left out has measured itself."""
-        left, factor = self._left_out.get(report.worker), self._watch.factor_of(report.times)
-        if left is None or factor is None:
-            return
-        known = self._watch.detector.factor(report.worker)
-        if rounded(factor) >= rounded(known):
-            left.pause_seconds = min(2 * left.pause_seconds, LONGEST_PAUSE_SECONDS)
+        worker, factor = report.worker, self.watch.factor_of(report.times)
+        if worker not in self.left_out or factor is None:
+            return self
+        new, pause = self, self.left_out[worker].pause_seconds
+        if rounded(factor) >= rounded(self.watch.detector.factor(worker)):
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         else:
-            self._watch.detector.believe(report.worker, max(1.0, factor))
-            self._know(report.worker, max(1.0, factor))
-        left.at = time.monotonic() + left.pause_seconds
+            new = replace(self, watch=self.watch.believe(worker, max(1.0, factor)))._knowing(worker, max(1.0, factor))
+        return replace(new, left_out={**self.left_out, worker: LeftOut(pause, at + pause)})
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: Worker) -> "SlowWorkers":
         """A worker is gone. It may be started again elsewhere: nothing is known of it then."""
-        self._watch.detector.lost(worker)
-        self._news = [one for one in self._news if one.worker != worker]
-        self._left_out.pop(worker, None)
-        self._pauses.pop(worker, None)
-        self._factors.pop(worker, None)
-        if worker in self._given:
-            self._factors[worker] = self._given[worker]
-        self._returning.discard(worker)
-        self._tell_service()
-        self.decision = None
+        factors = _without(self.factors, [worker])
+        if worker in self.given:
+            factors[worker] = self.given[worker]
+        return replace(self, watch=self.watch.lost(worker), factors=factors, decision=None,
+                       news=tuple(one for one in self.news if one.worker != worker),
+                       left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]),
+                       returning=self.returning - {worker})
 
-    def order_begins(self, number: int, schedule: Schedule, iteration: int) -> None:
+    def order_begins(self, number: int, schedule: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
         """An order begins, which carries out what was decided, or ends it."""
+        new = self
         if self.decision is not None and self.decision.schedule is schedule:
-            self._tell(self.decision, iteration)
-            for worker in self.decision.left_out:
-                pause = self._pauses.get(worker, FIRST_PAUSE_SECONDS)
-                self._pauses[worker] = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                self._left_out[worker] = _LeftOut(pause, time.monotonic() + pause)
-        self.decision, self._order, self._asked, self._present_seconds = None, number, None, None
-        self._returning.clear()
-        self._watch.order_begins(schedule, iteration)
+            new = self._telling(self.decision, iteration, to)
+            pauses = {worker: self.pauses.get(worker, FIRST_PAUSE_SECONDS) for worker in self.decision.left_out}
+            left_out = {worker: LeftOut(pause, to.at + pause) for worker, pause in pauses.items()}
+            new = replace(
+                new, left_out={**self.left_out, **left_out},
+                pauses={**self.pauses, **{one: min(2 * pause, LONGEST_PAUSE_SECONDS) for one, pause in pauses.items()}})
+        return replace(new, decision=None, order=number, asked=None, present_seconds=None, returning=frozenset(),
+                       watch=self.watch.order_begins(schedule, iteration))
 
-    def take_back(self) -> set[Worker]:
-        """Those who were left out, who are needed now, however slow they are."""
-        everyone = self.left_out
-        self._left_out.clear()
-        return everyone
+    def take_back(self, workers: Collection[Worker]) -> "SlowWorkers":
+        """These are left out no longer, however slow they are."""
+        return replace(self, left_out=_without(self.left_out, workers)) if workers else self
 
-    def over(self, iteration: int) -> None:
+    def over(self, iteration: int, to: Effects) -> "SlowWorkers":
         """All iterations are committed."""
-        if self._news:
-            self._tell(Decision(None, 0.0, 0.0), iteration, "the run ends")
+        return self._telling(NOTHING, iteration, to, "the run ends") if self.news else self
 
-    def look(self, present: Schedule, iteration: int) -> set[Worker]:
-        """Have planned what is to be planned, while all train by a schedule; those left out who may come in again.
+    def due(self, at: float) -> list[Worker]:
+        """Those left out that are to measure themselves now."""
+        return [worker for worker, left in self.left_out.items() if at >= left.at]
 
-        `iteration` is the next to be committed.
+    def measuring(self, workers: Collection[Worker], at: float) -> "SlowWorkers":
+        """These are told to."""
+        return replace(self, left_out={worker: LeftOut(left.pause_seconds, at + max(left.pause_seconds,
+                                                                                   FIRST_PAUSE_SECONDS))
+                                       if worker in workers else left for worker, left in self.left_out.items()})
+
+    def look(self, present: Schedule, iteration: int, degraded: tuple[Worker, ...], to: Effects) -> "SlowWorkers":
+        """Have planned what is to be planned, while all train by a schedule.
+
+        Those left out that are worth their place again are left out no longer. `iteration` is the next to be committed.
         """
-        now = time.monotonic()
-        for worker, left in self._left_out.items():
-            if now >= left.at:
-                left.at = now + max(left.pause_seconds, FIRST_PAUSE_SECONDS)
-                self._measure(worker)
-        returning, self._returning = self._returning & self._left_out.keys(), set()
-        for worker in returning:
-            del self._left_out[worker]
-        question = self._order, self._schedules.speeds
-        as_planned = self._as_planned(present)
-        if as_planned and not self._left_out:
-            self._asked = self._present_seconds = None  # whatever was asked about other speeds
-            if not self._news:
-                return returning
-        plan = self._schedules.planner_at_speeds(present)
-        if plan is None or self._asked == question or (as_planned and not self._left_out):
-            if self._news and (plan is None or as_planned):
-                self._tell(Decision(None, 0.0, 0.0), iteration,
-                           "the run was given none" if plan is None else "the present one is for these speeds")
-            return returning
-        self._asked, self._answered, self.decision, speeds = question, False, None, self._speeds()
-        left_out, schedules = sorted(self._left_out), self._schedules
+        new = self
+        if self.returning:
+            new = replace(self.take_back(self.returning), returning=frozenset())
+        as_planned, speeds = self._as_planned(present), self._speeds()
+        nothing = as_planned and not new.left_out
+        if nothing and new.asked is not None:
+            new = replace(new, asked=None, present_seconds=None)  # whatever was asked about other speeds
+        asked = new.asked is not None and (new.asked.order, new.asked.speeds) == (new.order, speeds)
+        if not self.plans or nothing or asked:
+            return new._telling(NOTHING, iteration, to, "the present one is for these speeds" if self.plans else
+                                "the run was given none") if new.news and (as_planned or not self.plans) else new
+        question = SpeedQuestion(new.order, present, speeds, degraded, tuple(sorted(new.left_out)))
+        to.do(question)
+        return replace(new, asked=question, answered=False, decision=None)
 
-        def work() -> _Answer:
-            try:
-                back = {worker for worker in left_out if worth_back(present, worker, speeds, plan)}
-                decision = decide(present, speeds, plan)
-                other = None if decision.schedule is None else schedules.prepare(decision.schedule)
-                return _Answer(decision, other, back)
-            except NoScheduleError as error:
-                before = period_at(present, dict(speeds))
-                return _Answer(Decision(None, before, before), None, set(), str(error) or type(error).__name__)
-
-        schedules.background(work, partial(self._take, question, iteration), awaited=False)
-        return returning
-
-    def _take(self, question: object, iteration: int, answer: _Answer | BaseException) -> None:
-        """It has been planned."""
-        if question != self._asked:
-            return
-        self._answered = True
+    def planned(self, planned: SpeedsPlanned, iteration: int, to: Effects) -> "SlowWorkers":
+        """What was asked has been answered."""
+        if planned.question is not self.asked:
+            return self
+        new, answer = replace(self, answered=True), planned.answer
         if isinstance(answer, BaseException):
-            self._tell(Decision(None, 0.0, 0.0), iteration, str(answer) or type(answer).__name__)
-        else:
-            decision, prepared, self._returning, reason = answer
-            if prepared is not None and decision.schedule is not None:
-                self._schedules.has_prepared(decision.schedule, prepared)
-            self._present_seconds = decision.present_seconds
-            if self._returning:
-                pass  # they come in by an order of their own, and what all run is decided anew then
-            elif decision.schedule is not None:
-                self.decision = decision
-            elif self._news or reason is not None:
-                self._tell(decision, iteration, reason)
-        self._schedules.answered()
+            return new._telling(NOTHING, iteration, to, str(answer) or type(answer).__name__)
+        decision = answer.decision
+        new = replace(new, returning=answer.returning, present_seconds=decision.present_seconds)
+        if answer.returning:
+            return new  # they come in by an order of their own, and what all run is decided anew then
+        if decision.schedule is not None:
+            return replace(new, decision=decision)
+        return new._telling(decision, iteration, to, answer.reason) if self.news or answer.reason is not None else new
 
     def _as_planned(self, present: Schedule) -> bool:
         """Whether the present schedule is one for the speeds that are known."""
         planned = {slow.worker: slow.per_mille / 1000 for slow in present.times.slow}
-        return all(abs(self._factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
-                   for worker in planned.keys() | self._factors.keys() if worker in present.seat_of)
+        return all(abs(self.factors.get(worker, 1.0) - planned.get(worker, 1.0)) < 1e-3
+                   for worker in planned.keys() | self.factors.keys() if worker in present.seat_of)
 
-    def _know(self, worker: Worker, factor: float) -> None:
-        self._factors.pop(worker, None)
+    def _knowing(self, worker: Worker, factor: float) -> "SlowWorkers":
+        factors = _without(self.factors, [worker])
         if rounded(factor) != 1.0:
-            self._factors[worker] = rounded(factor)
-        self._tell_service()
-        self.decision = None
-
-    def _tell_service(self) -> None:
-        if self._schedules.at_speeds is not None:
-            self._schedules.speeds = None if self._factors == self._given else self._speeds()
+            factors[worker] = rounded(factor)
+        return replace(self, factors=factors, decision=None)
 
     def _speeds(self) -> Speeds:
-        return tuple((worker, factor) for worker, factor in sorted(self._factors.items()) if factor != 1.0)
+        return tuple((worker, factor) for worker, factor in sorted(self.factors.items()) if factor != 1.0)
 
-    def _tell(self, decision: Decision, iteration: int, reason: str | None = None) -> None:
-        news, self._news = tuple(self._news), []
-        self._say(SpeedEvent(
-            changes=news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
+    def _telling(self, decision: Decision, iteration: int, to: Effects, reason: str | None = None) -> "SlowWorkers":
+        to.do(SpeedEvent(
+            changes=self.news, iteration=iteration, left_out=decision.left_out, changed=decision.schedule is not None,
             present_seconds=None if reason else decision.present_seconds,
             planned_seconds=None if reason else decision.seconds,
             with_them_seconds=decision.with_them_seconds, reason=reason))
+        return replace(self, news=())
+
+
+def _without(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
+    return {one: value for one, value in known.items() if one not in gone}

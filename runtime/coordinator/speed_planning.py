@@ -7,7 +7,8 @@ and those of schedules without one of the slow workers. A change of schedule tak
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from slipstream.runtime.coordinator.planning import NoScheduleError, SchedulerAtSpeeds, Speeds
+from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds, Speeds
+from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.timing import period_at as period_at
 
@@ -33,6 +34,47 @@ class Decision(NamedTuple):
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
     """The period with those who are left out."""
+
+
+class SpeedQuestion(NamedTuple):
+    """What is asked for while workers have these speeds."""
+
+    order: int
+    """The present one, and its schedule."""
+    present: Schedule
+    speeds: Speeds
+    degraded: tuple[Worker, ...]
+    """As in `Question`."""
+    left_out: tuple[Worker, ...]
+    """Now."""
+
+
+class SpeedAnswer(NamedTuple):
+    """What to do."""
+
+    decision: Decision
+    returning: frozenset[Worker] = frozenset()
+    """Workers that are left out, and are worth their place again."""
+    reason: str | None = None
+    """Why there is no schedule for these speeds."""
+
+
+class SpeedsPlanned(NamedTuple):
+    """The answer to a question, or what planning has raised."""
+
+    question: SpeedQuestion
+    answer: SpeedAnswer | BaseException
+
+
+def answer_to(question: SpeedQuestion, plan: SchedulerAtSpeeds) -> SpeedAnswer:
+    """What to do about workers of other speeds. Raises what `plan` raises, but NoScheduleError."""
+    present, speeds = question.present, question.speeds
+    try:
+        back = frozenset(one for one in question.left_out if worth_back(present, one, speeds, plan))
+        return SpeedAnswer(decide(present, speeds, plan), back)
+    except NoScheduleError as error:
+        before = period_at(present, dict(speeds))
+        return SpeedAnswer(Decision(None, before, before), reason=str(error) or type(error).__name__)
 
 
 def rounded(factor: float) -> float:

@@ -1,13 +1,13 @@
-"""Speed watch: what workers report of their ops, put together by iterations for the detector."""
+"""Speed watch: what workers report of their ops in committed iterations, put together for the detector."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import msgspec
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
-from slipstream.runtime.protocol.to_coordinator import Ran
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 
@@ -15,52 +15,49 @@ WARM_UP = 1
 """Iterations of an order that say little: connections, caches and allocators are cold."""
 
 
-class SpeedWatch:
-    """Finds changes of speed in the reports of one order after the other.
+class SpeedWatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Finds changes of speed in the reports of one order after the other. No detector that it has had ever changes."""
 
-    Parameters
-    ----------
-    first
-        The schedule at the start, which knows of workers that are slow by the job file.
-    """
+    detector: SlowDetector
+    cells: "Cells"
+    begins: int = 0
+    """The first iteration that is looked at."""
 
-    def __init__(self, first: Schedule) -> None:
-        known = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
-        self.detector = SlowDetector(known)
-        self._cells = _Cells(first)
-        self._members: frozenset[Worker] = frozenset()
-        self._from = 0
-        self._open: dict[int, dict[Worker, Ran]] = defaultdict(dict)
-
-    def order_begins(self, schedule: Schedule, iteration: int) -> None:
+    def order_begins(self, schedule: Schedule, iteration: int) -> "SpeedWatch":
         """An order begins at an iteration."""
-        self.detector.interrupt()
-        self._cells = _Cells(schedule)
-        self._members = frozenset(schedule.seat_of)
-        self._from = iteration + WARM_UP
-        self._open.clear()
+        detector = self.detector.copy()
+        detector.interrupt()
+        return SpeedWatch(detector=detector, cells=Cells(schedule), begins=iteration + WARM_UP)
 
-    def ran(self, report: Ran) -> list[SpeedChange]:
-        """Enter a report of the present order; what has changed once all members have reported the iteration."""
-        parts = self._open[report.iteration]
-        parts[report.worker] = report
-        if len(parts) < len(self._members):  # reports are of members
-            return []
-        del self._open[report.iteration]
-        if report.iteration < self._from:
-            return []
-        return self.detector.observe(report.iteration, max(part.window_seconds for part in parts.values()),
-                                     {worker: self._cells.of(part.times) for worker, part in parts.items()})
+    def committed(self, one: Committed) -> tuple["SpeedWatch", list[SpeedChange]]:
+        """With an iteration of the present order; what has changed."""
+        if one.iteration < self.begins:
+            return self, []
+        detector = self.detector.copy()
+        return replace(self, detector=detector), detector.observe(
+            one.iteration, one.window_seconds, {report.worker: self.cells.of(report.times) for report in one.reports})
+
+    def believe(self, worker: Worker, factor: float) -> "SpeedWatch":
+        """A worker's factor is known otherwise."""
+        detector = self.detector.copy()
+        detector.believe(worker, factor)
+        return replace(self, detector=detector)
+
+    def lost(self, worker: Worker) -> "SpeedWatch":
+        """A worker is gone."""
+        detector = self.detector.copy()
+        detector.lost(worker)
+        return replace(self, detector=detector)
 
     def factor_of(self, times: Sequence[OpTime]) -> float | None:
         """What a worker that has measured itself takes, by what was measured of others; None: that is not known."""
-        cells = [(cell, self.detector.usual_seconds(cell)) for cell in self._cells.of(times)]
+        cells = [(cell, self.detector.usual_seconds(cell)) for cell in self.cells.of(times)]
         usual = sum(cell.number * seconds for cell, seconds in cells if seconds is not None)
         took = sum(cell.number * cell.seconds for cell, seconds in cells if seconds is not None)
         return took / usual if usual and took else None
 
 
-class _Cells:
+class Cells:
     """What the slices of a schedule are, and what their ops take by plan on a worker of usual speed."""
 
     def __init__(self, schedule: Schedule) -> None:

@@ -9,10 +9,15 @@ No worker steps an iteration before the one before it is committed, so that what
 two: the last iteration that any has stepped, where it was committed, else the one before.
 """
 
-import time
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.errors import NobodyLeftError
 from slipstream.runtime.protocol.to_coordinator import Kept, Known
 from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.schedules.layers import layers_in
@@ -34,10 +39,12 @@ class Found:
     """Of the last order."""
     committed: int
     """The last iteration that is committed."""
+    losses: tuple[float, ...]
+    """Of all committed ones of the run; nan where nobody knows one."""
+    unwritten: range
+    """Those that the dead coordinator has not written."""
     factor: Factor | None
-    """Of that iteration, where anybody knows one."""
-    loss: float | None
-    """Of that iteration, where anybody knows a finite one."""
+    """Of the last one, where anybody knows one."""
     holds: Mapping[Worker, frozenset[int]]
     """The layers of each member that was found; nothing of one that cannot go back to `committed`. Who was about
     to take part is none."""
@@ -47,88 +54,81 @@ class Found:
     """Members that were not found."""
 
 
-class TakeOver:
-    """Collects what the workers know.
+class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
+    """The phase in which workers are looked for; what they know. All times are by time.monotonic."""
 
-    Parameters
-    ----------
-    last
-        The last iteration whose loss was written; None: that is not known.
-    first
-        Where the run began.
-    gone
-        Workers that have died with the last coordinator.
-    expected
-        Those that are waited for where no order has been given.
-    grid
-        All workers of the job.
-    """
+    losses: Sequence[float] | None
+    """Those that were written; None: they are not known."""
+    first: int
+    """Where the run began."""
+    gone: frozenset[Worker] = frozenset()
+    """Workers that have died with the last coordinator."""
+    expected: frozenset[Worker]
+    """Those that are waited for where no order has been given."""
+    grid: frozenset[Worker]
+    """All workers of the job."""
+    began: float
+    known: PersistentMap[Worker, Known] = PersistentMap()
+    came: frozenset[Worker] = frozenset()
+    """All that have, also those lost again: who comes and goes holds up nobody."""
+    came_last: float | None = None
+    """When the last of them came."""
 
-    def __init__(self, last: int | None, first: int, gone: Collection[Worker], expected: Collection[Worker],
-                 grid: Collection[Worker]) -> None:
-        self._last = last
-        self._first = first
-        self._gone = frozenset(gone)
-        self._expected = frozenset(expected)
-        self._grid = frozenset(grid)
-        self._known: dict[Worker, Known] = {}
-        self._began = time.monotonic()
-        self._came: set[Worker] = set()
-        """All that have, also those lost again: who comes and goes holds up nobody."""
-        self._found: float | None = None
-        """When the last of them came."""
+    def ready(self, worker: Worker, known: Known | None, at: float) -> "Rejoining":
+        """A worker has come. Before the first commit, one that has just started is as good as any."""
+        if known is None:
+            if self.losses:
+                return self
+            known = Known(0, (), self.first - 1, (), None, pending=False)
+        new = replace(self, known=self.known.adding(worker, known))
+        return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
-    def ready(self, worker: Worker, known: Known) -> None:
-        """A worker has come."""
-        if worker not in self._came:
-            self._came.add(worker)
-            self._found = time.monotonic()
-        self._known[worker] = known
-
-    def lost(self, worker: Worker) -> None:
-        """It is gone again."""
-        self._known.pop(worker, None)
+    def lost(self, workers: Collection[Worker]) -> "Rejoining":
+        """They are gone again."""
+        return replace(self, known=self.known.without(*workers))
 
     @property
     def missing(self) -> frozenset[Worker]:
         """Members of the last order that have not come."""
         number = self._number
         if not number:
-            return self._expected - self._known.keys()
-        failed = next(known.failed for known in self._known.values() if known.order == number)
-        return self._grid.difference(failed, self._known)
+            return self.expected.difference(self.known)
+        failed = next(known.failed for known in self.known.values() if known.order == number)
+        return self.grid.difference(failed, self.known)
 
     @property
     def _number(self) -> int:
-        return max((known.order for known in self._known.values()), default=0)
+        return max((known.order for known in self.known.values()), default=0)
 
-    def over(self) -> bool:
-        """Whether all have come that can, or will."""
-        if not self._known or self._found is None:
+    def over(self, at: float) -> bool:
+        """Whether all have come that can, or will. Raises NobodyLeftError where nobody has, and nobody will."""
+        if not self.known and at - self.began > FIND_SECONDS:
+            raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
+        if not self.known or self.came_last is None:
             return False
         patience = REJOIN_SECONDS if self._number else START_SECONDS
-        return self.missing <= self._gone or time.monotonic() - self._found > patience
-
-    def nobody(self) -> bool:
-        """Whether nobody has come, and nobody will."""
-        return not self._known and time.monotonic() - self._began > FIND_SECONDS
+        return self.missing <= self.gone or at - self.came_last > patience
 
     def found(self) -> Found:
         """What to go on from."""
-        holders = [known for known in self._known.values() if known.layers and known.order == self._number]
-        before = max((max(known.iteration - 1, known.begun) for known in holders), default=self._first - 1)
-        committed = before if self._last is None else max(self._last, before)
-        everyone = self._known.values()
+        last = None if self.losses is None else self.first + len(self.losses) - 1
+        everyone, number = self.known.values(), self._number
+        holders = [known for known in everyone if known.layers and known.order == number]
+        before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
+        committed = before if last is None else max(last, before)
         factors = {one.validated.iteration: one.validated for one in everyone if one.validated is not None}
         pending = any(known.pending and known.iteration == committed for known in everyone)
         if pending and committed not in factors:
             committed -= 1  # nobody knows how it was stepped: all undo it
-        return Found(number=self._number, committed=committed, factor=factors.get(committed),
-                     loss=next((one.losses[committed] for one in everyone if committed in one.losses), None),
-                     missing=tuple(sorted(self.missing)) if self._number else (),
+        told = {iteration: loss for known in everyone for iteration, loss in known.losses.items()}
+        written = tuple(self.losses or ())[:committed + 1 - self.first]
+        unwritten = range(self.first + len(written), committed + 1)
+        return Found(number=number, committed=committed, factor=factors.get(committed), unwritten=unwritten,
+                     losses=(*written, *(told.get(iteration, math.nan) for iteration in unwritten)),
+                     missing=tuple(sorted(self.missing)) if number else (),
                      holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
-                            for worker, known in self._known.items() if known.order or not self._number},
-                     kept={worker: known.kept for worker, known in self._known.items()
+                            for worker, known in self.known.items() if known.order or not number},
+                     kept={worker: known.kept for worker, known in self.known.items()
                            if known.kept is not None and _fits(known, committed)})
 
 

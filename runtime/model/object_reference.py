@@ -17,6 +17,14 @@ def is_reference(name: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
 
 
+def search_here() -> Path:
+    """Have modules also be found in the working directory, and last there."""
+    here = Path.cwd()
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    return here
+
+
 def load_reference(key: str, name: str) -> Any:
     """Import what `module:attribute` names, from wherever Python finds it or from the working directory.
 
@@ -26,9 +34,7 @@ def load_reference(key: str, name: str) -> Any:
     elsewhere first, or when it is not callable.
     """
     module, _, attribute = name.partition(":")
-    here = Path.cwd()
-    if str(here) not in sys.path:
-        sys.path.append(str(here))
+    here = search_here()
     wrong, before = f"{key} is {name!r}", set(sys.modules)
     _refuse_clash(wrong, here, [module])
     try:

@@ -71,10 +71,20 @@ def test_the_bound_of_moved_layers_counts_the_step_of_one(tmp_path):
     assert moved_bounds(3, tmp_path) == (3 * 24 / 3 + 2, 3 * 24 / 3 + 2, 0)
 
 
-def test_what_a_layer_takes_is_not_in_the_file(tmp_path):
+def test_that_whole_layers_are_run_is_proven_from_the_file(tmp_path):
     """32 layers of micro-batches on three workers: one runs eleven, of two layers, both of which it steps."""
-    claimed, proven, exit_code = moved_bounds(4, tmp_path)
-    assert (claimed, proven) == (3 * 11 + 2 * 2, 4 * 24 / 3 + 2) and exit_code == 1
+    assert moved_bounds(4, tmp_path) == (3 * 11 + 2 * 2, 3 * 11 + 2 * 2, 0)
+
+
+def test_a_file_of_before_proves_what_it_tells(tmp_path):
+    """It does not tell what layers take."""
+    moved_bounds(4, tmp_path)
+    old = json.loads((tmp_path / "s.json").read_text())
+    del old["times"]["of_layers"]
+    (tmp_path / "s.json").write_text(json.dumps(old))
+    done = run(tmp_path / "s.json", "--bound", "--json")
+    (bound,) = json.loads(done.stdout)["bounds"]
+    assert bound["proven"] == 4 * 24 / 3 + 2 < bound["claimed"] and done.exit_code == 1
 
 
 def test_a_false_bound_is_found_out(tmp_path):

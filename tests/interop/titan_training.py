@@ -1,6 +1,7 @@
 """What tests of torchtitan train on, and with: a tokenizer and a data set in a folder, and a model for its Trainer."""
 
 import json
+import random
 from pathlib import Path
 
 WORDS = ["pipelines", "bubble", "stage", "worker", "of", "the", "is", "a", "gradient", "dies", "returns", "and"]
@@ -20,7 +21,7 @@ def write_assets(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    lines = [" ".join(WORDS[(place * place + 3 * word) % len(WORDS)] for word in range(5 + 7 * place % 40))
-             for place in range(200)]
+    drawn = random.Random(0)
+    lines = [" ".join(drawn.choices(WORDS, k=5 + 7 * place % 40)) for place in range(200)]
     (data / "data.json").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return folder

@@ -1,6 +1,5 @@
 """Bounds and references say what they are of: jobs on which they once claimed too much."""
 
-from fractions import Fraction
 from itertools import pairwise
 
 import msgspec
@@ -14,16 +13,13 @@ from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
 from slipstream.planner.bound import Bound
 from slipstream.planner.claims import proven_bound
-from slipstream.planner.job.file import JobError, parse_job
-from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.file import JobError
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.layout_bound import most_forward
-from slipstream.planner.model.ticks import tick_of
 from slipstream.planner.normalise import normalised, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
-from slipstream.planner.portfolio import _rounding
 from slipstream.planner.repetition import Blocks
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
@@ -72,8 +68,7 @@ def test_what_a_plan_claims_is_proven_by_its_file(failed, options, scope):
     job = grid(2, 2, 4)
     made = codec.decode(codec.encode(plan_with(options, job, failed).schedule))
     assert made.scope is scope is proven_bound(made).scope
-    # The file does not tell the times of layers.
-    assert proven_bound(made).ticks == made.lower_bound_ticks or scope is Scope.LAYERS
+    assert proven_bound(made).ticks == made.lower_bound_ticks
 
 
 def test_with_roles_moved_the_bound_is_of_all_roles():
@@ -157,16 +152,6 @@ def test_forwards_that_memory_holds_are_counted_in_fractions():
     assert most_forward([(29, 100)], 100) == 29
     assert most_forward([(5, 0), (7, 2)], 0) == 5
     assert most_forward([(0, 0)], 0) == 0
-
-
-def test_what_rounding_takes_counts_all_that_takes_time():
-    job = parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\nbackward_input = 1\n"
-                    "backward_weight = 1\noptimizer = 1.00000051\n[placement]\nlayers = [2]\n")
-    tick = tick_of(job, layer_costs(job))
-    rounding = _rounding(job, layer_costs(job), tick, tick_of(job) / tick)
-    exact = Fraction("4.00000051") / tick
-    assert rounding.least(Fraction(lower_bound(build_problem(job))) * tick_of(job) / tick) <= exact
-    assert rounding.ticks > 0
 
 
 @pytest.mark.parametrize("layers", ["fixed", "move"])

@@ -3,23 +3,23 @@
 import pytest
 
 from slipstream.runtime import launch
-from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator import transition
 from slipstream.runtime.launch import run
 from tests.runtime.failing import CONFIG, JOB, at, train
 from tests.runtime.running import losses_in, schedule_for
 
 
 def failing(monkeypatch, times, after=2):
-    """So often, once in each of its lives, when an iteration has been committed."""
-    entered, left = Coordinator.committed, [times]
+    """So often, once in each of its lives, while a report is handled."""
+    acknowledged, left = transition.Acknowledged, [times]
 
-    def committed(coordinator):
-        entered(coordinator)
-        if coordinator._log.next_iteration > after and left[0]:
+    def acknowledge(order, iteration, **more):
+        if iteration >= after and left[0]:
             left[0] -= 1
             raise KeyError("nobody has thought of this")
+        return acknowledged(order, iteration, **more)
 
-    monkeypatch.setattr(Coordinator, "committed", committed)
+    monkeypatch.setattr(transition, "Acknowledged", acknowledge)
     return left
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator import transition
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer
@@ -73,13 +73,13 @@ class Victim:
         self.control: Address = ("", 0)
         self.layers: dict[Worker, Address] = {}
         self.errors: list[BaseException] = []
-        ready = Coordinator.ready
+        ready = transition._ready
 
-        def watch(coordinator, report) -> None:
+        def watch(step, report) -> None:
             self.layers[report.worker] = report.addresses[0]
-            ready(coordinator, report)
+            ready(step, report)
 
-        monkeypatch.setattr(Coordinator, "ready", watch)
+        monkeypatch.setattr(transition, "_ready", watch)
 
     def suffer(self, attack: Callable[["Victim"], None], secret: Secret | None = SECRET):
         """Its numbers are those of one process, and nobody was lost. It is ended some time after the attack is over."""

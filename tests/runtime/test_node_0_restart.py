@@ -5,13 +5,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.node_agent import join
 from slipstream.runtime.processes.process_manager import Return
@@ -72,17 +71,17 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             import threading
             threading.Timer(0.03, die).start()
 
-    def validated(log: CommitLog, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
-        return iter(()) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
+    def validated(log: CommitLog, order: int, factor: Factor) -> tuple[CommitLog, list[Committed]]:
+        return (log, []) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
 
-    def ran(log: CommitLog, report: Ran) -> Iterator[tuple[int, float]]:
+    def ran(log: CommitLog, report: Ran) -> tuple[CommitLog, list[Committed]]:
         if place == "stepped" and report.iteration > int(at) and report.worker != Worker(0, 0):
             time.sleep(1.0)  # the others step it, too
             die()
-        for iteration, loss in entered(log, report):
-            if place == "committing" and iteration == int(at):
-                die()
-            yield iteration, loss
+        found = entered(log, report)
+        if place == "committing" and any(one.iteration == int(at) for one in found[1]):
+            die()
+        return found
 
     heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
     entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]

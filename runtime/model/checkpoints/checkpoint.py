@@ -90,6 +90,8 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     training, model = config.training, msgspec.to_builtins(config.model)
     if config.model.hugging_face is not None:
         model["hugging_face"] = read_config(config.model)  # wherever it lies
+    if config.model.torchtitan is not None:  # its command line, which also says how long to train
+        model["options"] = {key: value for key, value in config.model.options.items() if key != "arguments"}
     return {"layers": layers,
             **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
             "training.optimizer": training.optimizer, "training.seed": training.seed,

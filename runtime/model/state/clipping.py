@@ -10,6 +10,8 @@ from slipstream.runtime.config import TrainingConfig
 
 CHUNK = 2**22
 """Elements of a gradient that are in float64 at a time: 32 MiB."""
+ADDED = 1e-6
+"""To the norm that gradients are divided by: torch.nn.utils.clip_grad_norm_ does so, and all who call it."""
 
 
 def squares_of(gradient: Tensor) -> Tensor:
@@ -33,9 +35,8 @@ def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | Non
     norm = math.sqrt(_total(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
         return None
-    if config.clip_norm is None or norm <= config.clip_norm:
-        return 1.0
-    return config.clip_norm / norm
+    factor = 1.0 if config.clip_norm is None else config.clip_norm / (norm + ADDED)
+    return 1.0 if factor > 1 else factor
 
 
 def _total(squares: Iterable[float]) -> float:

@@ -4,6 +4,7 @@ from collections import deque
 
 from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
+    FetchFailed,
     FetchUpToDate,
     Finished,
     Known,
@@ -34,6 +35,9 @@ class Counting:
         self.members: tuple[Worker, ...] = ()
         self.failed: tuple[Worker, ...] = ()
         self.reached = self.begun = self.saves = -1
+        self.needs: frozenset[int] = frozenset()
+        self.lacking: dict[int, Worker] = {}
+        """Layers that it needs and has not got, with who sends them."""
         self.paused = True
 
     def ready(self, known):
@@ -63,9 +67,11 @@ class Counting:
                 if message.stop or self.begun == ITERATIONS:
                     self.pause()
             case Fetch() if any(move.target == self.worker for move in message.moves):
-                self.said.append(FetchUpToDate(self.worker, message.number))
+                failed = self.world.rng.random() < self.world.unfetched
+                self.said.append((FetchFailed if failed else FetchUpToDate)(self.worker, message.number))
             case ReportCheckpoints():
-                self.said.append(Checkpoints(self.worker, tuple(self.world.checkpoints)))
+                self.said.append(Checkpoints(self.worker, tuple(
+                    one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)))
             case Finish():
                 self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
@@ -100,14 +106,45 @@ class Counting:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
         if order.restore is not None:
             assert needs <= read | moved
-        self.layers = dict.fromkeys(needs, committed + 1)
+        there = needs if order.fetch or (not order.first_iteration and order.restore is None) else \
+            read if order.restore is not None else needs & self.layers.keys()
+        self.layers |= dict.fromkeys(there, committed + 1)  # what others lack stays until all have begun
+        self.needs = needs
+        self.lacking = {move.layer: move.source for move in order.moves if move.target == self.worker}
         self.world.fewest = min(self.world.fewest, len(schedule.seats))
         self.saves = -1
         self.order, self.members, self.failed, self.paused = order, schedule.members, order.failed, False
         self.reached, self.begun = committed, committed + 1
-        self.said.append(Started(self.worker, order.number))
+        if self.world.rng.random() < self.world.refused:
+            self.world.partial += 1
+            self.pause("a connection was refused")
+        elif not self.lacking:
+            self.begin()
+
+    def begin(self) -> None:
+        """It has all that it needs."""
+        self.said.append(Started(self.worker, self.order.number))
         if self.begun == ITERATIONS:
+            self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
             self.pause()
+
+    def source(self, worker):
+        """The process of a worker that sends it layers; None: it is gone."""
+        return self.world.workers.get(worker)
+
+    def fetch(self) -> None:
+        """Get a layer that it lacks, once its source follows the same order."""
+        layer, worker = next(iter(self.lacking.items()))
+        source = self.source(worker)
+        if source is None:
+            self.pause("the source of a layer is gone")
+        elif worker not in self.members or (source.order is not None and source.order.number == self.order.number):
+            assert layer in source.layers
+            self.layers[layer] = self.order.first_iteration
+            del self.lacking[layer]
+            self.world.moved += 1
+            if not self.lacking:
+                self.begin()
 
     def pause(self, reason=None) -> None:
         if not self.paused and self.order is not None:
@@ -116,10 +153,16 @@ class Counting:
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
-        if self.paused or self.reached >= self.begun or self.order is None or not all(
-                other is not None and other.order is not None and other.order.number == self.order.number
-                and other.begun >= self.begun for other in self.met()):
+        if self.paused or self.order is None:
             return
+        if self.lacking:
+            self.fetch()
+            return
+        if self.reached >= self.begun or not all(
+                other is not None and other.order is not None and other.order.number == self.order.number
+                and other.begun >= self.begun and not other.lacking for other in self.met()):
+            return
+        self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
         self.reached = self.begun
         self.world.stepped(self.order.number, self.reached, self.worker, saves=self.saves == self.reached)
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
@@ -155,6 +198,9 @@ class Rank(Counting):
     def met(self):
         return [one for worker in self.members
                 for one in (self.world.workers.get(worker, ()) if self.whole(worker) else (None,))]
+
+    def source(self, worker):
+        return next((one for one in self.world.workers.get(worker, ()) if one.rank == self.rank), None)
 
     def whole(self, worker) -> bool:
         return len(self.world.workers.get(worker, ())) == RANKS

@@ -3,15 +3,16 @@
 import functools
 import math
 
-from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
-from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.context import Listeners
-from slipstream.runtime.coordinator.coordinator import Coordinator
+from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
+from slipstream.runtime.coordinator.effects import GoBack, Send
 from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
-from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService, without_idle
+from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.rank_reports import RankReports
-from slipstream.runtime.coordinator.take_over import TakeOver
-from slipstream.runtime.protocol.to_coordinator import Checkpoints, FetchUpToDate, Finished, Paused, Ran, Ready, Started
+from slipstream.runtime.coordinator.run_state import Rules, begun
+from slipstream.runtime.coordinator.take_over import Found, Rejoining
+from slipstream.runtime.coordinator.transition import Look, Lost, transition
+from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.counting_workers import ITERATIONS, PLACEMENT, RANKS, Counting, Rank
@@ -21,52 +22,48 @@ from tests.runtime.test_going_back import on_the_spot
 
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 FIRST = schedule_for(WIDE)
-FINDERS = ScheduleService(FIRST, on_the_spot(WIDE), lambda: None, rebalancer=Planning(WIDE))
+ANSWERING = ScheduleService(FIRST.grid, Finders(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
+RULES = Rules(first=FIRST, iterations=range(ITERATIONS), placement=PLACEMENT, prepared=ANSWERING.prepared,
+              automatic_checkpoints=True)
+ACT_SECONDS = 0.05
+"""From one thing that happens to the next."""
 
 
 @functools.cache
 def planned(question):
     try:
-        return FINDERS._finder(question)()
+        return without_idle(ANSWERING._finder(question)())
     except NoScheduleError as error:
         return error
-
-
-class Planner(ScheduleService):
-    """Answers at once."""
-
-    def __init__(self) -> None:
-        super().__init__(FIRST, None, lambda: None)
-
-    def _find(self, question):
-        answer = planned(question)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    except LookupError as error:  # half of a stage's layers had been moved to each of two workers
+        return NoScheduleError(str(error))
 
 
 class World:
     """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
-    ends = ("no worker is left",)
-    """Of what a run says where all are dead."""
+    ends = ("no worker is left", "has no live worker left")
+    """Of what a run says where all are dead, or have come too late for a new coordinator."""
 
     def __init__(self, rng, out, deadly) -> None:
         self.rng, self.out, self.deadly = rng, out, deadly
         self.workers = {worker: Counting(worker, self) for worker in WORKERS}
         self.checkpoints = [0]
-        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = 0
-        self.taking_over, self.fewest = None, len(WORKERS)
+        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = self.partial = self.moved = 0
+        self.fewest, self.now, self.refused, self.unfetched = len(WORKERS), 0.0, 0.02, 0.5
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
+        self.happening, self.unknown = [], set()
         self.losses = LossFile(out, 0, None)
-        self.coordinator, self.log = self.started([])
+        self.state = self.started(None)
 
-    def started(self, losses):
-        log = CommitLog("job")
-        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=PLACEMENT,
-                           checkpoints=CheckpointTimer(automatic=True),
-                           listeners=Listeners(went_back=self.go_back)), log
+    def started(self, rejoining):
+        return begun(RULES, CommitLog(), self.now, rejoining)
+
+    @property
+    def taking_over(self):
+        """The phase in which another coordinator looks for workers; None: it is over."""
+        return self.state.phase if isinstance(self.state.phase, Rejoining) else None
 
     def stepped(self, order, iteration, worker, *, saves) -> None:
         """A worker that saves waits for all others' parts: all members of an order do so before the same step."""
@@ -80,75 +77,69 @@ class World:
         if worker in self.workers:
             self.workers[worker].inbox.append(message)
 
-    def handle(self, message) -> None:
-        coordinator, worker = self.coordinator, getattr(message, "worker", None)
-        match message:
-            case Ready():
-                coordinator.ready(message)
-                if self.taking_over is not None and message.known is not None:
-                    self.taking_over.ready(worker, message.known)
-            case Ran():
-                for iteration, loss in self.log.ran(message):
-                    self.losses.write(iteration, loss, 0.1, 0.0)
-                    said = set().union(*self.savers.pop((message.order, iteration)).values())
-                    assert len(said) == 1, "some save, and wait for others that do not"
-                    if said == {True}:
-                        self.saved += 1
-                        self.coordinator._context.checkpoints.saved(iteration, 0.0)
-                    if iteration % 4 == 3:
-                        self.checkpoints.append(iteration + 1)
+    def happens(self, event) -> None:
+        answers = []
+        if isinstance(event, Finished) and event.order == self.state.number \
+                and self.state.members.difference(self.state.phase.finished) == {event.worker}:
+            self.checkpoints.append(self.saving)
+        self.state, effects = transition(RULES, self.state, event, self.now)
+        for effect in effects:
+            match effect:
+                case Send():
+                    for worker in effect.workers:
+                        self.send(worker, effect.message)
+                case Committed():
+                    self.committed(effect, event)
                     if self.rng.random() < 0.05:
                         self.restart()  # between a commit and its acknowledgement
                         return
-                coordinator.ran(message)
-            case Started():
-                coordinator.started(message)
-            case Paused():
-                coordinator.paused(message)
-            case FetchUpToDate():
-                coordinator.fetch_up_to_date(message)
-            case Checkpoints():
-                coordinator.can_read(message)
-            case Finished():
-                state = coordinator._context.state
-                if message.order == state.number and state.members - state.finished == {worker}:
-                    self.checkpoints.append(self.saving)
-                coordinator.finished(message)
+                case GoBack():
+                    self.go_back(effect.iteration)
+                case Found():
+                    self.took_over(effect)
+                case Question():
+                    answers.append(ScheduleFound(effect, planned(effect)))
+        for answer in answers:
+            self.happens(answer)
+
+    def committed(self, one, report) -> None:
+        self.losses.write(one.iteration, one.loss, 0.1, 0.0)
+        said = set().union(*self.savers.pop((report.order, one.iteration)).values())
+        assert len(said) == 1, "some save, and wait for others that do not"
+        if said == {True}:
+            self.saved += 1
+            self.happening.append(Saved(report.worker, one.iteration, 0.0))
+        if one.iteration % 4 == 3:
+            self.checkpoints.append(one.iteration + 1)
 
     def kill(self, worker) -> None:
         gone = self.workers.pop(worker)
         self.deaths += 1
         for message in gone.said:
-            self.handle(message)
-        if self.taking_over is not None:
-            self.taking_over.lost(worker)
-        self.coordinator.lost(worker, f"{worker} was killed", 1.0)
+            self.happens(message)
+        self.happens(Lost(worker, f"{worker} was killed", self.now))
 
     def restart(self) -> None:
         """The coordinator is gone, and another one looks for the workers."""
         self.restarts += 1
         self.savers.clear()  # where nobody is left of a run, orders are numbered anew
-        losses = read_losses(self.out, 0)
-        self.coordinator, self.log = self.started(losses)
-        self.coordinator.await_workers_of_another()
-        self.taking_over = TakeOver(len(losses) - 1, 0, (), WORKERS, WORKERS)
+        self.happening.clear()
+        everyone = frozenset(WORKERS)
+        self.state = self.started(Rejoining(losses=read_losses(self.out, 0), first=0, expected=everyone, grid=everyone,
+                                            began=self.now))
         self.lose_coordinator()
 
     def lose_coordinator(self) -> None:
         for one in self.workers.values():
             one.lose_coordinator()
 
-    def take_over(self) -> None:
+    def took_over(self, found) -> None:
         """With those that have come; the others are too late."""
-        found, self.taking_over = self.taking_over.found(), None
-        losses = read_losses(self.out, 0)[:found.committed + 1]
-        for unwritten in range(len(losses), found.committed + 1):
+        for unwritten in found.unwritten:
             # The coordinator that is gone has decided to go back, and told nobody: so does this one (see `Commits`).
             assert self.went_back
             self.losses.write(unwritten, math.nan, None, 0.0)
-            losses.append(math.nan)
-        self.log.take_over(losses, found.factor)
-        self.coordinator.take_over(found)
+            self.unknown.add(unwritten)
         for worker in list(self.workers):
             if worker not in found.holds:
                 self.forget(worker)
@@ -163,14 +154,15 @@ class World:
     @property
     def there(self):
         """Those that live, and that the coordinator should know of."""
-        return self.workers
+        return [worker for worker, one in self.workers.items()
+                if not any(isinstance(message, Ready) for message in one.said)]
 
     def process(self, worker):
         """One of a worker's; None where it is dead."""
         return self.workers.get(worker)
 
     def say(self, one) -> None:
-        self.handle(one.said.popleft())
+        self.happens(one.said.popleft())
 
     def act(self) -> None:
         rng, worker = self.rng, self.rng.choice(WORKERS)
@@ -182,7 +174,7 @@ class World:
             self.kill(worker)
         elif rng.random() < 0.001 and self.taking_over is None:
             self.told_to_leave += 1
-            self.coordinator.leaving(worker)
+            self.happens(Leaving(worker))
         elif one.said and rng.random() < 0.6:
             self.say(one)
         elif one.inbox:
@@ -191,24 +183,25 @@ class World:
             one.step()
         if rng.random() < 0.002:
             self.restart()
-        if self.taking_over is not None:
-            if self.taking_over._known and rng.random() < (0.003 if self.taking_over.missing else 0.5):
-                self.take_over()
-        else:
-            self.coordinator.advance()
+        self.now += ACT_SECONDS
+        while self.happening:
+            self.happens(self.happening.pop(0))
+        if self.taking_over is None or self.taking_over.known:
+            self.look()
+
+    def look(self) -> None:
+        self.happens(Look())
 
 
 class RankedWorld(World):
     """Each worker is a group of processes, whose reports the coordinator gets put together. They live and die together;
     connections break now and then."""
 
-    ends = (*World.ends, "has no live worker left")  # others live, that have not come to a new coordinator in time
-
-    def started(self, losses):
+    def started(self, rejoining):
         self.reports = RankReports(lambda _: RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
         if not self.restarts:
             self.workers = {worker: self.fresh(worker) for worker in WORKERS}
-        return super().started(losses)
+        return super().started(rejoining)
 
     def fresh(self, worker):
         return [Rank(worker, rank, self) for rank in range(RANKS)]
@@ -229,7 +222,7 @@ class RankedWorld(World):
     def say(self, one) -> None:
         whole = self.reports.take(one.worker, one.rank, one.said.popleft())
         if whole is not None:
-            self.handle(whole)
+            self.happens(whole)
 
     def kill(self, worker) -> None:
         ranks = self.workers.pop(worker)
@@ -237,20 +230,19 @@ class RankedWorld(World):
         while any(one.said for one in ranks):
             self.say(self.rng.choice([one for one in ranks if one.said]))
         self.reports.forget(worker)
-        if self.taking_over is not None:
-            self.taking_over.lost(worker)
-        self.coordinator.lost(worker, f"{worker} was killed", 1.0)
+        self.happens(Lost(worker, f"{worker} was killed", self.now))
 
     def lose_coordinator(self) -> None:
         for ranks in self.workers.values():
             for one in ranks:
                 one.lose_coordinator()
 
-    def take_over(self) -> None:
-        for worker in self.reports.incomplete:
-            self.kill(worker)
-        if self.taking_over._known:
-            super().take_over()
+    def look(self) -> None:
+        if self.taking_over is not None and self.taking_over.over(self.now):
+            for worker in self.reports.incomplete:
+                self.kill(worker)
+        if self.taking_over is None or self.taking_over.known:
+            super().look()
 
     def forget(self, worker) -> None:
         if any(one.order is not None for one in self.workers[worker]):

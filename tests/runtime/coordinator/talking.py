@@ -148,14 +148,18 @@ class World:
     """Three workers and their coordinator; `script` is run beside them."""
 
     def __init__(self, out, scheduler=None, setup=SETUP, config=None, **limits):
-        self.processes, self.log, self.told = Processes(), CommitLog("job"), []
+        self.processes, self.told = Processes(), []
         self._losses = LossFile(out / "losses.jsonl", 0, None)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
             Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares,
                 config=config or tiny(), secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
-            self.log, self._losses, self.processes, EventLog(out, lambda: self.log.next_iteration))
+            CommitLog(), self._losses, self.processes, EventLog(out))
         self.talkers, self.address = {}, None
+
+    @property
+    def log(self):
+        return self.events.state.log
 
     def play(self, script=None, stops_before=99):
         async def run():

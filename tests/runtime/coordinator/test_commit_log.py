@@ -12,52 +12,71 @@ SCHEDULE = schedule_for(grid(3, 1, 1))
 WORKERS = [seat.worker for seat in SCHEDULE.seats]
 
 
-def begun(**options) -> CommitLog:
-    log = CommitLog("job", **options)
-    log.begin(1, WORKERS)
-    return log
+class Log:
+    """One that changes, and what is committed with each report."""
+
+    def __init__(self, **options) -> None:
+        self.log = CommitLog(**options).begin(1, WORKERS)
+
+    def ran(self, report):
+        self.log, committed = self.log.ran(report)
+        return [(one.iteration, one.loss) for one in committed]
+
+    def validated(self, order, factor):
+        self.log, committed = self.log.validated(order, factor)
+        return [(one.iteration, one.loss) for one in committed]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_loss_does_not_depend_on_who_reports_first(order):
-    log = begun()
+    log = Log()
     parts = [Ran(worker, 1, 0, loss, 0.1) for worker, loss in zip(WORKERS, (0.1, 0.2, 1e16), strict=True)]
     assert [committed for index in order for committed in log.ran(parts[index])] == [(0, 0.1 + 0.2 + 1e16)]
 
 
 def test_an_iteration_is_committed_by_all_and_in_order():
-    log = begun()
+    log = Log()
     fast = [committed for iteration in range(2) for worker in WORKERS[:2]
             for committed in log.ran(Ran(worker, 1, iteration, 1.0, 0.1))]
-    assert fast == [] and log.losses == []
-    assert list(log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.3))) == [(0, 3.0)]
-    assert list(log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.2))) == [(1, 3.0)]
-    assert log.measured_period_seconds() == 0.2
+    assert fast == [] and log.log.losses == []
+    assert log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.3)) == [(0, 3.0)]
+    assert log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.2)) == [(1, 3.0)]
+    assert log.log.measured_period_seconds() == 0.2
 
 
 def test_peers_must_end_with_the_same_parameters():
-    log = begun()
-    log.finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
+    log = Log().log.finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
     with pytest.raises(CommitLogError, match=r"worker 1\.0 ends with another parameter 0\.weight than its peers"):
         log.finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
 
 
 def test_what_was_begun_before_a_failure_never_happened():
-    log = begun()
+    log = Log()
     for worker in WORKERS:
-        list(log.ran(Ran(worker, 1, 0, 1.0, 0.1)))
+        log.ran(Ran(worker, 1, 0, 1.0, 0.1))
     for worker in WORKERS[:2]:
-        list(log.ran(Ran(worker, 1, 1, 1.0, 0.1)))
-    log.begin(2, WORKERS[:2])
-    assert list(log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.1))) == [], "too late"
-    assert log.next_iteration == 1
+        log.ran(Ran(worker, 1, 1, 1.0, 0.1))
+    log.log = log.log.begin(2, WORKERS[:2])
+    assert log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.1)) == [], "too late"
+    assert log.log.next_iteration == 1
     assert [committed for worker in WORKERS[:2] for committed in log.ran(Ran(worker, 2, 1, 2.0, 0.1))] == [(1, 4.0)]
 
 
+def test_what_was_committed_before_stays_as_it_was():
+    log = Log()
+    for worker in WORKERS[:2]:
+        log.ran(Ran(worker, 1, 0, 1.0, 0.1))
+    before = log.log
+    assert log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.1)) == [(0, 3.0)] and log.log.losses == [3.0]
+    assert before.losses == [] and before.next_iteration == 0
+    assert [one.loss for one in before.ran(Ran(WORKERS[2], 1, 0, 5.0, 0.1))[1]] == [7.0]
+    assert log.log.losses == [3.0]
+
+
 def test_with_validation_an_iteration_is_committed_when_its_factor_is_known():
-    log = begun(first_iteration=7, validates=True)
+    log = Log(first_iteration=7, validates=True)
     for worker in WORKERS:
-        assert list(log.ran(Ran(worker, 1, 7, 1.0, 0.1))) == []
-    assert list(log.validated(0, Factor(7, 0.5))) == [] and log.factor is None
-    assert list(log.validated(1, Factor(7, 0.5))) == [(7, 3.0)]
-    assert log.factor == Factor(7, 0.5) and log.next_iteration == 8
+        assert log.ran(Ran(worker, 1, 7, 1.0, 0.1)) == []
+    assert log.validated(0, Factor(7, 0.5)) == [] and log.log.factor is None
+    assert log.validated(1, Factor(7, 0.5)) == [(7, 3.0)]
+    assert log.log.factor == Factor(7, 0.5) and log.log.next_iteration == 8

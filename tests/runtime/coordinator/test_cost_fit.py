@@ -46,12 +46,11 @@ def reports(true, iteration, random, noise=0.02, slow=1.0):
 
 def follow(known, true, iterations=200, **more):
     """The iterations at which coefficients changed."""
-    fit, random = CostFit(known, PLACEMENT), np.random.default_rng(1)
+    fit, random = CostFit(known=known, current=known, placement=PLACEMENT), np.random.default_rng(1)
     changed = []
     for iteration in range(iterations):
-        for report in reports(true, iteration, random, **more):
-            fit.ran(report, SCHEDULE)
-        if fit.look(iteration + 1):
+        before, fit = fit, fit.ran(reports(true, iteration, random, **more), SCHEDULE).look(iteration + 1)
+        if fit.current is not before.current:
             changed.append(iteration + 1)
     return fit, changed
 
@@ -81,11 +80,11 @@ def test_costs_that_are_right_stay_as_they_are():
 
 
 def test_what_changes_later_is_followed_and_what_was_measured_is_forgotten():
-    fit, random = CostFit(costs(), PLACEMENT), np.random.default_rng(1)
+    fit, random = CostFit(known=costs(), current=costs(), placement=PLACEMENT), np.random.default_rng(1)
     for iteration in range(400):
-        for report in reports(costs() if iteration < 200 else costs(block=(1e-4, 1e-7, 1e-8)), iteration, random):
-            fit.ran(report, SCHEDULE)
-        assert not fit.look(iteration + 1) or iteration >= 200
+        true = costs() if iteration < 200 else costs(block=(1e-4, 1e-7, 1e-8))
+        before, fit = fit, fit.ran(reports(true, iteration, random), SCHEDULE).look(iteration + 1)
+        assert fit.current is before.current or iteration >= 200
     assert relative(fit.current, 1) == pytest.approx(relative(costs(block=(1e-4, 1e-7, 1e-8)), 1), rel=0.1, abs=0.03)
 
 

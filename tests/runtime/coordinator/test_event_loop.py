@@ -9,8 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import stall_watch
-from slipstream.runtime.coordinator.boundary import BoundaryPlanner
+from slipstream.runtime.coordinator import boundary, stall_watch
 from slipstream.runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent
@@ -43,7 +42,7 @@ async def until(condition):
 def test_workers_train_to_the_end_and_leave(tmp_path):
     world = World(tmp_path)
     world.play()
-    assert world.log.losses == [3.0] * 4 and world.events.recoveries == []
+    assert world.log.losses == [3.0] * 4 and not world.events.state.recovery.recoveries
 
 
 def test_who_has_not_said_who_it_is_is_cut_off_at_the_end(tmp_path):
@@ -192,8 +191,9 @@ def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
 
     world = World(tmp_path, scheduler)
     world.play(script, stops_before=2)
-    (recovery,) = world.events.recoveries
+    (recovery,) = world.events.state.recovery.recoveries
     assert recovery.dead == (WORKERS[0], WORKERS[1]) and world.processes.killed == []
+    planned.sort(key=lambda one: one[1])
     assert [down for down, _, _ in planned] == [(WORKERS[0],), (WORKERS[0], WORKERS[1])]
     assert planned[0][1] < world.processes.buried[1][1] < planned[0][2]
     assert world.log.losses == [3.0] * 2 + [1.0] * 2
@@ -217,7 +217,7 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
             talker._stops_before = 2  # the same iteration in the next order
         world.processes.end(WORKERS[0])
         world.talkers[WORKERS[0]].writer.close()
-        await until(lambda: world.events.recoveries)
+        await until(lambda: world.events.state.recovery.recoveries)
 
         def say_why(talker):
             talker.say(Failed(WORKERS[0], "why"))
@@ -311,7 +311,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
 def test_what_decides_nothing_is_followed_by_no_look_at_all_workers(tmp_path, monkeypatch):
     """Heartbeats pass beside the queue, and of an iteration's reports only the last can change anything."""
     looked = []
-    monkeypatch.setattr(BoundaryPlanner, "look", lambda planner: looked.append(planner))
+    monkeypatch.setattr(boundary, "look", lambda step, phase: looked.append(step))
     setup = replace(SETUP, iterations=90, heartbeat_timeout_seconds=1000.0)
     monkeypatch.setattr(talking, "SETUP", setup)
     world = World(tmp_path, setup=setup)

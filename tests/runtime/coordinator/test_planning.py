@@ -3,10 +3,10 @@
 import asyncio
 import threading
 
-import pytest
-
 from slipstream.runtime.coordinator import planning
 from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.questions import Question
+from slipstream.runtime.coordinator.speed_planning import SpeedQuestion
 from slipstream.schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
@@ -15,7 +15,29 @@ from tests.runtime.failing import Planning
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
-JOIN, DEATH, LATER = (), (Worker(1, 1),), (Worker(1, 0), Worker(1, 1))
+FIRST = schedule_for(JOB, [])
+JOIN, DEATH, LATER = Question(()), Question((Worker(1, 1),)), Question((Worker(1, 0), Worker(1, 1)))
+
+
+class Asked:
+    """A service, and its answers as they come."""
+
+    def __init__(self, scheduler, **options) -> None:
+        self.answers, self.came = {}, asyncio.Event()
+        self.service = ScheduleService(FIRST.grid, Finders(scheduler), self.found, **options)
+
+    def found(self, found) -> None:
+        self.answers[found.question] = found.answer
+        self.came.set()
+
+    async def answer(self, question):
+        """Asks again after each answer, as the state does."""
+        while question not in self.answers:
+            self.service.find(question)
+            self.came.clear()
+            if question not in self.answers:
+                await asyncio.wait_for(self.came.wait(), 20)
+        return self.answers[question]
 
 
 def test_a_death_does_not_wait_for_the_plan_of_a_join():
@@ -24,26 +46,21 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
 
     def scheduler(down):
         asked.append(down)
-        if down != DEATH:
+        if down != DEATH.down:
             release.wait(20)
         return schedule_for(JOB, list(map(str, down)))
 
     async def script():
-        answers = asyncio.Event()
-        service = ScheduleService(schedule_for(JOB, []), scheduler, answers.set)
-        assert service.get(JOIN) is None and service.get(DEATH) is None and service.get(LATER) is None
-        assert service.get(DEATH) is None
-        await asyncio.wait_for(answers.wait(), 20)
-        assert service.get(DEATH) is not None and service.get(JOIN) is None
-        assert asked == [JOIN, DEATH]
-        assert service.get(LATER) is None
+        one = Asked(scheduler)
+        for question in (JOIN, DEATH, LATER, DEATH):
+            one.service.find(question)
+        await one.answer(DEATH)
+        assert JOIN not in one.answers and asked == [JOIN.down, DEATH.down]
+        one.service.find(LATER)
         release.set()
-        while service.get(JOIN) is None or service.get(LATER) is None:
-            answers.clear()
-            await asyncio.wait_for(answers.wait(), 20)
-        assert asked == [JOIN, DEATH, LATER]
-        service.forget()
-        assert service.get(DEATH) is None
+        await one.answer(JOIN)
+        await one.answer(LATER)
+        assert asked == [JOIN.down, DEATH.down, LATER.down]
 
     asyncio.run(script())
 
@@ -53,69 +70,53 @@ def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
     monkeypatch.setattr(planning, "time", clock)
 
     def scheduler(down):
-        if down != LATER:
+        if down != LATER.down:
             release.wait(20)
         return schedule_for(JOB, list(map(str, down)))
 
     async def script():
-        answers = asyncio.Event()
-        service = ScheduleService(schedule_for(JOB, []), scheduler, answers.set)
-        assert service.get(JOIN) is None and service.get(DEATH) is None and service.get(LATER) is None
+        one = Asked(scheduler)
+        for question in (JOIN, DEATH):
+            one.service.find(question)
         clock.now += planning.STUCK_SECONDS + 1
-        assert service.get(LATER) is None
-        await asyncio.wait_for(answers.wait(), 20)
-        assert service.get(LATER) is not None
+        assert (await one.answer(LATER)).failed == LATER.down and one.answers.keys() == {LATER}
         release.set()
 
     asyncio.run(script())
 
 
-def test_what_the_scheduler_raises_is_raised():
+def test_what_the_scheduler_raises_is_the_answer():
     def scheduler(_):
         raise NoScheduleError("none")
 
     async def script():
-        answered = asyncio.Event()
-        service = ScheduleService(schedule_for(JOB, []), scheduler, answered.set)
-        assert service.get(DEATH) is None
-        await asyncio.wait_for(answered.wait(), 20)
-        with pytest.raises(NoScheduleError, match="none"):
-            service.get(DEATH)
+        answer = await Asked(scheduler).answer(DEATH)
+        assert isinstance(answer, NoScheduleError) and str(answer) == "none"
+        assert isinstance(await Asked(None).answer(DEATH), NoScheduleError)
 
     asyncio.run(script())
 
 
-def test_a_run_that_has_nothing_for_speeds_plans_for_none_where_layers_have_moved_either():
-    """Else it would change between a schedule for a slow worker and a settled one, which is not for it, for ever."""
-    first = schedule_for(JOB, [])
+def test_for_speeds_nothing_moves_that_workers_hold():
     rebalancer, moved = Planning(JOB), layers_moved()
-    without = ScheduleService(first, schedule_for, lambda: None, rebalancer=rebalancer)
-    given = ScheduleService(first, schedule_for, lambda: None, at_speeds=rebalancer.at_once, rebalancer=rebalancer)
-    assert without.planner_at_speeds(moved) is None and without.planner_at_speeds(first) is None
-    assert given.planner_at_speeds(moved) not in {None, rebalancer.at_once}
-    assert given.planner_at_speeds(first) == rebalancer.at_once
+    service = ScheduleService(FIRST.grid, Finders(schedule_for, rebalancer.at_once, rebalancer), lambda _: None)
+
+    def planner(present):
+        return service._planner_at_speeds(SpeedQuestion(1, present, (), (), ()))
+
+    assert planner(FIRST) == rebalancer.at_once and planner(moved) != rebalancer.at_once
 
 
 def test_while_workers_go_on_as_half_their_processes_others_are_asked():
-    """Also for all workers, and for none of those that are dead or whole again."""
-    asked, first = [], schedule_for(JOB, [])
+    asked = []
 
     def with_degraded(workers):
         asked.append(workers)
         return Finders(lambda down: schedule_for(JOB, list(map(str, down))))
 
-    async def answer(service, live):
-        while (found := service.for_workers(live)) is None:
-            await asyncio.sleep(0.01)
-        return found
-
     async def script():
-        service = ScheduleService(first, lambda _: first, lambda: None, with_degraded=with_degraded)
-        everyone = [seat.worker for seat in first.seats]
-        assert await answer(service, everyone) is first
-        service.stand_for = {Worker(0, 1): 2, Worker(1, 1): 2, Worker(0, 0): 1}
-        assert await answer(service, everyone) is not first and asked == [(Worker(0, 1), Worker(1, 1))]
-        left = [worker for worker in everyone if worker not in DEATH]
-        assert (await answer(service, left)).failed == DEATH and asked[1:] == [(Worker(0, 1),)]
+        one, degraded = Asked(lambda _: FIRST, with_degraded=with_degraded), (Worker(0, 1),)
+        assert await one.answer(JOIN) is FIRST and not asked
+        assert await one.answer(JOIN._replace(degraded=degraded)) is not FIRST and asked == [degraded]
 
     asyncio.run(script())

@@ -6,13 +6,15 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator import slow_detector
 from slipstream.runtime.coordinator.background import tried
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.context import Listeners
-from slipstream.runtime.coordinator.coordinator import Coordinator
-from slipstream.runtime.coordinator.event_log import EventLog
-from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
-from slipstream.runtime.coordinator.settling import Cost, Settler
-from slipstream.runtime.coordinator.speed_planning import period_at
-from slipstream.runtime.events import FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
+from slipstream.runtime.coordinator.effects import Send
+from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
+from slipstream.runtime.coordinator.questions import Question
+from slipstream.runtime.coordinator.run_state import Rules, begun
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.speed_planning import SpeedQuestion, period_at
+from slipstream.runtime.coordinator.transition import transition
+from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
 from slipstream.runtime.replay.placement import Placement
@@ -37,23 +39,38 @@ class World:
     """
 
     def __init__(self, at_speeds, mtbf=None) -> None:
-        self.factor, self.events, self.told, self.iteration = 1.0, [], [], 0
+        self.factor, self.events, self.told, self.iteration, self.found = 1.0, [], [], 0, []
         self.fetching = True
         self.order: Train | None = None
         self.schedule: Schedule | None = None
         self.rebalancer = Planning(JOB)
-        log = EventLog(None, observer=self.events.append)
-        self.log = CommitLog("job")
-        schedules = ScheduleService(FIRST, planned(JOB), lambda: None, log, at_speeds, self.rebalancer,
-                                    background=lambda work, done, **_: done(tried(work)))
-        self.coordinator = Coordinator(
-            schedules, self.send, self.log, iterations=range(10_000), placement=PLACEMENT,
-            settler=Settler(Cost([1000] * 8, 1e6), mtbf, log, self.told.append),
-            listeners=Listeners(events=log, speed=lambda event: self.told.append(str(event))))
+        self.answering = ScheduleService(FIRST.grid, Finders(planned(JOB), at_speeds, self.rebalancer),
+                                         self.found.append, background=lambda work, done, **_: done(tried(work)))
+        self.rules = Rules(
+            first=FIRST, iterations=range(10_000), placement=PLACEMENT, prepared=self.answering.prepared,
+            settles=Cost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
+        self.state = begun(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}
         for worker in FIRST.seat_of:
-            self.coordinator.ready(Ready(worker, "corpus", (("", 1),)))
-            self.coordinator.advance()
+            self.happens(Ready(worker, "corpus", (("", 1),)))
+
+    def happens(self, event) -> None:
+        self.state, effects = transition(self.rules, self.state, event, 0.0)
+        for effect in effects:
+            match effect:
+                case Send():
+                    for worker in effect.workers:
+                        self.send(worker, effect.message)
+                case Event():
+                    self.events.append(effect)
+                case str() | SpeedEvent():
+                    self.told.append(str(effect))
+                case Question():
+                    self.answering.find(effect)
+                case SpeedQuestion():
+                    self.answering.decide(effect)
+        while self.found:
+            self.happens(self.found.pop(0))
 
     def send(self, worker, message) -> None:
         match message:
@@ -72,19 +89,14 @@ class World:
             schedule, number, speeds = self.schedule, self.order.number, {SLOW: self.factor}
             window = period_at(schedule, speeds) / 100
             for worker in schedule.seat_of:
-                report = Ran(worker, number, self.iteration, 1.0, window, self.times(worker))
-                list(self.log.ran(report))
-                self.coordinator.ran(report)
-                self.coordinator.advance()
+                self.happens(Ran(worker, number, self.iteration, 1.0, window, self.times(worker)))
             for fetched in self.__dict__.pop("fetched", []):
-                self.coordinator.fetch_up_to_date(fetched)
-                self.coordinator.advance()
+                self.happens(fetched)
             self.iteration += 1
             if all(one.stop for one in self.acknowledged.values()):
                 for worker in schedule.seat_of:
                     held = tuple((layer, layer + 1) for layer in sorted(PLACEMENT.held(schedule, worker)))
-                    self.coordinator.paused(Paused(worker, number, held, None, None))
-                    self.coordinator.advance()
+                    self.happens(Paused(worker, number, held, None, None))
                 assert self.order.number == number + 1
             self.acknowledged.clear()
 
@@ -115,7 +127,7 @@ def at_speeds(down, speeds):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    """Plans are there when they are asked for, and each iteration is an observation."""
+    """Each iteration is an observation."""
     monkeypatch.setattr(slow_detector, "OBSERVATION_SECONDS", 0.0)
 
 
@@ -183,7 +195,7 @@ def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
     world.run(20)
     assert len(world.of(HandedOver)) == 1 and len(world.schedule.seats) == 3
     assert world.schedule.failed == (SLOW,) and not check(world.schedule)
-    assert world.coordinator._state.everyone == FIRST.seat_of.keys(), "it may come in again"
+    assert world.state.everyone == FIRST.seat_of.keys(), "it may come in again"
     world.run(40)
     assert len(world.of(FetchBegun)) == 1 and world.order.number == 2, "what it could join has nothing for it"
 
@@ -213,9 +225,9 @@ def test_who_becomes_slow_and_recovers_again_and_again_is_moved_for_less_and_les
     """Each change of speed counts like a failure: what is gained lasts less long."""
     world = World(at_speeds)
     world.run(20)
-    before = world.coordinator._context.settler.seconds_to_failure
+    before = world.state.settler.seconds_to_failure(0.0)
     for factor in (3.0, 1.0, 3.0, 1.0):
         world.factor = factor
         world.run(80)
-    assert world.coordinator._context.settler.seconds_to_failure < before / 3
+    assert world.state.settler.seconds_to_failure(0.0) < before / 3
     assert "the next failure or change of speed is expected in" in world.told[-1]

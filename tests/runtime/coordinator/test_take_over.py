@@ -1,11 +1,12 @@
 """What a new coordinator makes of what the workers know."""
 
-from slipstream.runtime.coordinator import take_over
-from slipstream.runtime.coordinator.take_over import REJOIN_SECONDS, START_SECONDS, TakeOver
+import pytest
+
+from slipstream.runtime.coordinator.take_over import FIND_SECONDS, REJOIN_SECONDS, START_SECONDS, Rejoining
+from slipstream.runtime.errors import NobodyLeftError
 from slipstream.runtime.protocol.to_coordinator import Known
 from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.schedules.schedule import Worker
-from tests.runtime.coordinator.clock import Clock
 
 ONE, OTHER, THIRD = Worker(0, 0), Worker(0, 1), Worker(1, 0)
 ALL = (ONE, OTHER, THIRD)
@@ -16,9 +17,11 @@ def known(iteration, *, order=3, layers=((0, 2),), validated=None, pending=False
 
 
 def taking(last, *workers, gone=(), first=0):
-    made = TakeOver(last, first, gone, ALL, ALL)
+    losses = None if last is None else (1.0,) * (last + 1 - first)
+    made = Rejoining(losses=losses, first=first, gone=frozenset(gone), expected=frozenset(ALL), grid=frozenset(ALL),
+                     began=0.0)
     for worker, one in zip(ALL, workers, strict=False):
-        made.ready(worker, one)
+        made = made.ready(worker, one, 0.0)
     return made
 
 
@@ -45,7 +48,8 @@ def test_a_commit_that_was_not_written_is_one_once_any_has_stepped_further():
     """With clipping: node 0 had not heard of the factor. Any of them has the loss."""
     found = taking(5, known(7, validated=Factor(6, 1.0), losses={5: 2.75, 6: 2.5}),
                    known(6, validated=Factor(5, 1.0), pending=True)).found()
-    assert (found.committed, found.factor, found.loss) == (6, Factor(6, 1.0), 2.5) and len(found.holds) == 2
+    assert (found.committed, found.factor) == (6, Factor(6, 1.0))
+    assert found.losses == (*(1.0,) * 6, 2.5) and len(found.holds) == 2
 
 
 def test_who_follows_the_last_order_has_its_factor_for_those_who_have_not_heard_of_it():
@@ -68,42 +72,38 @@ def test_who_has_begun_an_order_cannot_go_back_beyond_its_beginning():
 
 
 def test_all_members_are_waited_for_but_for_those_that_died_with_the_last_coordinator():
-    assert not taking(7).over() and not taking(7).nobody()
-    assert not taking(7, known(7), known(7)).over()
-    assert taking(7, known(7), known(7), gone=(THIRD,)).over()
+    assert not taking(7).over(0.0)
+    assert not taking(7, known(7), known(7)).over(0.0)
+    assert taking(7, known(7), known(7), gone=(THIRD,)).over(0.0)
     assert taking(7, known(7), known(7), gone=(THIRD,)).found().missing == (THIRD,)
-    assert taking(7, known(7), known(7), known(7)).over()
+    assert taking(7, known(7), known(7), known(7)).over(0.0)
 
 
 def test_who_was_only_about_to_take_part_is_no_member():
     nothing = Known(0, (), -1, (), None, pending=False)
     found = taking(7, known(7), nothing).found()
     assert set(found.holds) == {ONE}
-    assert not taking(-1, nothing, nothing).over()
+    assert not taking(-1, nothing, nothing).over(0.0)
     assert set(taking(-1, nothing, nothing, nothing).found().holds) == set(ALL)
 
 
-def test_where_no_order_was_given_those_that_start_are_waited_for_longer(monkeypatch):
+def test_where_nobody_comes_nobody_is_left():
+    with pytest.raises(NobodyLeftError, match="nobody is left"):
+        taking(7).over(FIND_SECONDS + 1)
+    assert not taking(7, known(7)).over(FIND_SECONDS - 1)
+
+
+def test_where_no_order_was_given_those_that_start_are_waited_for_longer():
     """Node 0 was killed at once: its workers have just begun to import what they need."""
-    clock, nothing = Clock(), Known(0, (), -1, (), None, pending=False)
-    monkeypatch.setattr(take_over, "time", clock)
+    nothing = Known(0, (), -1, (), None, pending=False)
     began, running = taking(-1, nothing, nothing), taking(7, known(7), known(7))
-    clock.now += REJOIN_SECONDS + 1
-    assert running.over() and not began.over()
-    clock.now += START_SECONDS
-    assert began.over()
+    assert running.over(REJOIN_SECONDS + 1) and not began.over(REJOIN_SECONDS + 1)
+    assert began.over(REJOIN_SECONDS + 1 + START_SECONDS)
 
 
-def test_as_long_as_workers_come_the_others_are_waited_for(monkeypatch):
+def test_as_long_as_workers_come_the_others_are_waited_for():
     """Thousands take longer to come than one takes to hold still; who comes and goes again holds up nobody."""
-    clock = Clock()
-    monkeypatch.setattr(take_over, "time", clock)
-    made = taking(7, known(7))
-    clock.now += 0.8 * REJOIN_SECONDS
-    made.ready(OTHER, known(7))
-    clock.now += 0.8 * REJOIN_SECONDS
-    assert not made.over()
-    made.lost(OTHER)
-    made.ready(OTHER, known(7))
-    clock.now += 0.3 * REJOIN_SECONDS
-    assert made.over() and made.found().missing == (THIRD,)
+    made = taking(7, known(7)).ready(OTHER, known(7), 0.8 * REJOIN_SECONDS)
+    assert not made.over(1.6 * REJOIN_SECONDS)
+    made = made.lost([OTHER]).ready(OTHER, known(7), 1.6 * REJOIN_SECONDS)
+    assert made.over(1.9 * REJOIN_SECONDS) and made.found().missing == (THIRD,)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,12 +16,15 @@ from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.object_reference import search_here
 
 KEY = "model.torchtitan"
 OPTIONS = ("arguments", "attention", "checkpoint")
 """Keys of `[model.options]`: torchtitan's command line, in the place of what its models are by default; "sdpa" for
 attention that sees no documents; a checkpoint of torchtitan to begin with."""
 _PARTS = {"tok_embeddings", "layers", "norm", "lm_head"}
+_ALONE = ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)
+"""Plain tensors."""
 
 
 def trainer_config(config: ModelConfig) -> Trainer.Config:
@@ -37,14 +41,35 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
     return _by_name(config.torchtitan or "", config.context, attention is not None)
 
 
-@functools.cache
-def parsed(arguments: Sequence[str]) -> Trainer.Config:
+def as_given(arguments: Sequence[str]) -> Trainer.Config:
     """What torchtitan makes of its command line. Raises ConfigError."""
+    search_here()
     try:
         found: Trainer.Config = ConfigManager().parse_args(list(arguments))
     except (Exception, SystemExit) as error:  # whatever the user's own module raises; its parser exits
         raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {first_line(error)}") from None
-    return _updated(found)
+    return found
+
+
+@functools.cache
+def parsed(arguments: Sequence[str]) -> Trainer.Config:
+    """The same training in one process, as the Trainer has it when it builds the model. Raises ConfigError."""
+    return _updated(in_one_process(as_given(arguments)))
+
+
+def in_one_process(config: Trainer.Config) -> Trainer.Config:
+    """The same training without any parallelism: one micro-batch after the other, and a step. Raises ConfigError."""
+    training, degrees = config.training, config.parallelism
+    size = degrees.pipeline_parallel_microbatch_size if degrees.pipeline_parallel_degree > 1 \
+        else training.local_batch_size
+    samples = training.global_batch_size
+    if samples < 0:
+        samples = training.local_batch_size * degrees.data_parallel_replicate_degree
+    if samples % size:
+        raise ConfigError(f"--training.global_batch_size is {samples}; expected a multiple of the {size} samples of a "
+                          "micro-batch")
+    return replace(config, parallelism=_ALONE, training=replace(
+        training, local_batch_size=size, global_batch_size=samples, disable_cuda_graphs=True))
 
 
 @functools.cache
@@ -66,8 +91,7 @@ def _by_name(name: str, context: int, causal: bool) -> Trainer.Config:
         if getattr(layer, "attention", None) is not None:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return _updated(Trainer.Config(
-        model_spec=spec, training=TrainingConfig(seq_len=context, disable_cuda_graphs=True),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)))
+        model_spec=spec, training=TrainingConfig(seq_len=context, disable_cuda_graphs=True), parallelism=_ALONE))
 
 
 def _updated(config: Trainer.Config) -> Trainer.Config:

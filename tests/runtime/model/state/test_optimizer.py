@@ -182,8 +182,11 @@ def test_squares_do_not_depend_on_the_stage_or_its_buffers() -> None:
 
 def test_clip_factor() -> None:
     clipped = TrainingConfig(clip_norm=5.0)
-    assert clip_factor([9.0, 16.0], clipped) == 1.0
-    assert clip_factor([36.0, 64.0], clipped) == 0.5
+    assert clip_factor([9.0, 15.0], clipped) == 1.0
+    gradient = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    gradient.grad = torch.tensor([6.0, 8.0], dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([gradient], 5.0)
+    assert 6.0 * clip_factor([36.0, 64.0], clipped) == gradient.grad[0]
     assert clip_factor([36.0, 64.0], TrainingConfig()) == 1.0
     assert clip_factor([], clipped) == 1.0
     for bad in ([math.inf, 1.0], [math.nan, 1.0], [1e308, 1e308]):

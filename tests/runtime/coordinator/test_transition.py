@@ -5,14 +5,14 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import going_back, join_planning
+from slipstream.runtime.coordinator import going_back
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.context import Listeners
-from slipstream.runtime.coordinator.coordinator import Coordinator
-from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.effects import GoBack, Send
 from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
-from slipstream.runtime.coordinator.planning import NoScheduleError, ScheduleService
-from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.coordinator.questions import Question, ScheduleFound
+from slipstream.runtime.coordinator.run_state import Rules, begun
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.transition import Disconnected, Look, Lost, transition
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event, NodeLost
 from slipstream.runtime.failure_domains import FailureDomains
@@ -28,9 +28,10 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.codec import decode
+from slipstream.schedules.errors import NoScheduleError
 from slipstream.schedules.schedule import COMPUTE_KINDS, Seat, Worker
 from tests.jobs import grid
-from tests.runtime.coordinator.clock import Clock
+from tests.runtime.coordinator.driving import prepared
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
@@ -42,86 +43,104 @@ FIRST_FETCH = NUMBERS + 1
 WIDE_MEMBERS = [*MEMBERS, Worker(2, 0), Worker(2, 1)]
 
 
-class Planner(ScheduleService):
+class Planner:
     """Answers at once, or when it is told to, and is busy with one question at a time."""
 
     def __init__(self, job) -> None:
-        super().__init__(schedule_for(job, [str(BACK)]), None, lambda: None)
         self.job = job
         self.slow = False
         self.asked: list[tuple[Worker, ...]] = []
-        self._answers = {}
-
-    def get(self, down):
-        if down not in self._answers:
-            if self.slow:
-                self.asked += [] if self.asked else [down]
-                return None
-            self.answer(down)
-        answer = self._answers[down]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        self.answers = {}
 
     def answer(self, down, error=None):
         self.asked = []
-        self._answers[down] = error or schedule_for(self.job, list(map(str, down)))
+        self.answers[down] = error or schedule_for(self.job, list(map(str, down)))
 
-    def forget(self):
-        self._answers.clear()
+    def found(self, question):
+        """What follows a question: its answer, where there is one."""
+        if question.held is not None or question.from_checkpoint:
+            return [ScheduleFound(question, NoScheduleError())]
+        if question.down not in self.answers and self.slow:
+            self.asked += [] if self.asked else [question.down]
+            return []
+        if question.down not in self.answers:
+            self.answer(question.down)
+        return [ScheduleFound(question, self.answers[question.down])]
 
 
 class Run:
     """A run in which 1.1 is down and the others train."""
 
-    def __init__(self, job=JOB, domains=(), settler=None) -> None:
-        self.log, self.planner = CommitLog("job"), Planner(job)
+    def __init__(self, job=JOB, domains=(), settles=None) -> None:
+        self.planner, self.now = Planner(job), 100.0
         self.sent = defaultdict(list)
         self.back: list[int] = []
         self.events: list[Event] = []
-        self.coordinator = Coordinator(self.planner,
-                                       lambda worker, message: self.sent[worker].append(message), self.log,
-                                       iterations=range(100), placement=Placement([0, 2, 4]),
-                                       domains=FailureDomains(domains), settler=settler,
-                                       listeners=Listeners(went_back=self.back.append,
-                                                           events=EventLog(None, observer=self.events.append)))
+        first = schedule_for(job, [str(BACK)])
+        self.rules = Rules(first=first, iterations=range(100), placement=Placement([0, 2, 4]), prepared=prepared,
+                           domains=FailureDomains(domains), settles=settles)
+        self.state = begun(self.rules, CommitLog(), self.now)
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
-        assert self.coordinator.number == 1
+        assert self.state.number == 1
+
+    def happens(self, *events):
+        for event in events:
+            self.state, effects = transition(self.rules, self.state, event, self.now)
+            for effect in effects:
+                match effect:
+                    case Send():
+                        for worker in effect.workers:
+                            self.sent[worker].append(effect.message)
+                    case Event():
+                        self.events.append(effect)
+                    case GoBack():
+                        self.back.append(effect.iteration)
+            for effect in effects:
+                if isinstance(effect, Question):
+                    self.happens(*self.planner.found(effect))
+
+    @property
+    def recoveries(self):
+        return self.state.recovery.recoveries
+
+    @property
+    def log(self):
+        return self.state.log
+
+    def started(self, worker, order):
+        """The recovery that this ends."""
+        before = len(self.recoveries)
+        self.happens(Started(worker, order))
+        return self.recoveries[-1] if len(self.recoveries) > before else None
 
     def last(self, kind, worker=MEMBERS[0]):
         return next((message for message in reversed(self.sent[worker]) if isinstance(message, kind)), None)
 
     def ready(self, worker):
-        self.coordinator.ready(ready(worker))
-        self.coordinator.advance()
+        self.happens(ready(worker))
 
     def lost(self, worker, reason, since=1.0):
-        was_member = self.coordinator.lost(worker, reason, since)
-        self.coordinator.advance()
+        was_member = worker in self.state.members
+        self.happens(Lost(worker, reason, since))
         return was_member
 
     def ran(self, iteration, workers=MEMBERS):
         """Whether each of them is told to stop."""
         for worker in workers:
-            list(self.log.ran(Ran(worker, 1, iteration, 0.0, 1.0)))
-            self.coordinator.ran(Ran(worker, 1, iteration, 0.0, 1.0))
-            self.coordinator.advance()
+            self.happens(Ran(worker, 1, iteration, 0.0, 1.0))
         return [self.last(Acknowledged, worker).stop for worker in workers]
 
     def paused(self, workers=MEMBERS):
         for worker in workers:
             held = (2 * worker.column, 2 * worker.column + 2)
-            self.coordinator.paused(Paused(worker, self.coordinator.number, (held,), None, None))
-            self.coordinator.advance()
+            self.happens(Paused(worker, self.state.number, (held,), None, None))
 
     def can_read(self, worker, *iterations):
-        self.coordinator.can_read(Checkpoints(worker, iterations))
-        self.coordinator.advance()
+        self.happens(Checkpoints(worker, iterations))
 
     def fetch_up_to_date(self, fetch):
-        self.coordinator.fetch_up_to_date(FetchUpToDate(BACK, fetch))
-        self.coordinator.advance()
+        self.happens(FetchUpToDate(BACK, fetch))
 
 
 @pytest.fixture
@@ -162,33 +181,26 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
     assert run.last(Train).first_iteration == 3
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(join_planning, "time", clock)
-    return clock
-
-
-def test_one_that_could_not_fetch_its_layers_tries_again_later(clock, run):
+def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     run.ran(0)
     run.ready(BACK)
-    run.coordinator.fetch_failed(FetchFailed(BACK, FIRST_FETCH))
+    run.happens(FetchFailed(BACK, FIRST_FETCH))
     assert run.last(Fetch).number == FIRST_FETCH + 1 and run.last(Fetch).moves == ()  # who has begun it, ends it
     run.fetch_up_to_date(FIRST_FETCH)  # told before it heard of that
     assert run.ran(1) == run.ran(2) == [False] * 3
     assert run.last(Fetch).number == FIRST_FETCH + 1, "too soon"
-    clock.now += PAUSE_SECONDS
-    run.coordinator.advance()
+    run.now += PAUSE_SECONDS
+    run.happens(Look())
     assert run.last(Fetch).number == FIRST_FETCH + 2 and run.last(Fetch).moves
 
 
-def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(clock, run):
+def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
     run.ran(0)
     run.ready(BACK)
     for _ in range(FAILURES):
-        run.coordinator.fetch_failed(FetchFailed(BACK, run.last(Fetch).number))
-        clock.now += PAUSE_SECONDS
-        run.coordinator.advance()
+        run.happens(FetchFailed(BACK, run.last(Fetch).number))
+        run.now += PAUSE_SECONDS
+        run.happens(Look())
     assert run.ran(1) == [True] * 3
     run.paused()
     order = run.last(Train)
@@ -205,17 +217,17 @@ def test_a_failure_goes_before_who_comes_back(run):
     order = run.last(Train)
     assert order.number == 2 and order.fetch == 0 and order.moves == ()
     assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
-    run.coordinator.advance()
+    run.happens(Look())
     assert run.last(Fetch).number == 2 * NUMBERS + 1 and run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
 def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(run):
     """That would be told before anybody goes on, and then once more, without a cause."""
     run.lost(Worker(1, 0), "killed")
-    assert run.coordinator.started(Started(Worker(0, 1), 1)) is None
+    assert run.started(Worker(0, 1), 1) is None
     run.paused(MEMBERS[:2])
-    assert run.coordinator.started(Started(Worker(0, 0), 2)).reasons == ("killed",)
-    assert run.coordinator.started(Started(Worker(0, 1), 2)) is None and len(run.coordinator.recoveries) == 1
+    assert run.started(Worker(0, 0), 2).reasons == ("killed",)
+    assert run.started(Worker(0, 1), 2) is None and len(run.recoveries) == 1
 
 
 def test_another_death_while_a_schedule_is_planned_is_planned_for():
@@ -229,10 +241,10 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
     assert run.planner.asked == [(one, BACK)] and run.last(Train, other).number == 1
     run.lost(other, "killed", 2.0)
     run.planner.answer((one, BACK))
-    run.coordinator.advance()
+    run.happens(Look())
     assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).number == 1
     run.planner.answer((one, other, BACK))
-    run.coordinator.advance()
+    run.happens(Look())
     order = run.last(Train, others[0])
     assert order.number == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
 
@@ -244,32 +256,30 @@ def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
     one, other, *others = WIDE_MEMBERS
     run.lost(one, "killed", 1.0)
     run.paused([other])
-    run.coordinator.disconnected(other)
+    run.happens(Disconnected(other))
     run.paused(others)
     assert run.last(Train, others[0]).number == 1
     run.lost(other, "killed", 2.0)
     assert run.last(Train, others[0]).number == 2 and run.last(Train, other).number == 1
-    run.coordinator.started(Started(others[0], 2))
-    assert [recovery.dead for recovery in run.coordinator.recoveries] == [(one, other)]
+    run.started(others[0], 2)
+    assert [recovery.dead for recovery in run.recoveries] == [(one, other)]
 
 
 def test_all_workers_of_a_machine_are_one_failure():
-    told = []
-    settler = Settler(Cost([1] * 4, None), None, EventLog(None), told.append)
     one, other, beside = WIDE_MEMBERS[0], WIDE_MEMBERS[1], WIDE_MEMBERS[2]
-    run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], settler)
+    run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], Cost([1] * 4, None))
     run.ran(0, WIDE_MEMBERS)
-    expected = settler.seconds_to_failure
+    expected = run.state.settler.seconds_to_failure(run.now)
     run.lost(one, "killed", 1.0)
-    after_one = settler.seconds_to_failure
+    after_one = run.state.settler.seconds_to_failure(run.now)
     assert after_one == pytest.approx(expected / 2, rel=0.01)
     assert not [event for event in run.events if isinstance(event, NodeLost)]
     run.lost(other, "killed, too", 1.0)
-    assert settler.seconds_to_failure == pytest.approx(after_one, rel=0.01)
+    assert run.state.settler.seconds_to_failure(run.now) == pytest.approx(after_one, rel=0.01)
     (event,) = (event for event in run.events if isinstance(event, NodeLost))
     assert (event.node, event.workers) == (0, (one, other))
     run.paused(WIDE_MEMBERS[2:])
-    (recovery,) = [run.coordinator.started(Started(beside, 2))]
+    (recovery,) = [run.started(beside, 2)]
     assert recovery.dead == (one, other) and recovery.nodes == (0,)
     assert str(recovery).startswith("killed, killed, too, so that node 0 is lost: iteration 1 runs on 3 workers")
 
@@ -294,10 +304,10 @@ def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
     run.ready(Worker(1, 0))
     assert run.planner.asked == [first] and run.last(Train).number == 1
     run.planner.answer(first)
-    run.coordinator.advance()
-    assert run.last(Train).number == 2 and run.coordinator.number == 2
+    run.happens(Look())
+    assert run.last(Train).number == 2 and run.state.number == 2
     assert run.planner.asked == []
-    run.coordinator.advance()
+    run.happens(Look())
     assert run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
@@ -308,7 +318,7 @@ def test_no_schedule_is_told_when_the_answer_comes(run):
     run.paused(MEMBERS[:2])
     run.planner.answer((Worker(1, 0), BACK), NoScheduleError("the table has none"))
     with pytest.raises(RunError, match=r"^killed, and the table has none$"):
-        run.coordinator.advance()
+        run.happens(Look())
 
 
 def test_members_train_on_where_there_is_no_schedule_for_who_comes_back(run):
@@ -358,7 +368,7 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     assert all(run.last(ReportCheckpoints, worker) for worker in (Worker(0, 0), Worker(1, 0), BACK))
     run.can_read(Worker(0, 0), 0, 2)
     run.can_read(BACK, 0, 1)
-    assert run.coordinator.number == 1
+    assert run.state.number == 1
     run.can_read(Worker(1, 0), 0, 99)
     order = run.last(Train)
     assert order == run.last(Train, BACK) and order.number == 2 and order.first_iteration == 2
@@ -366,7 +376,7 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
                                    LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
-    recovery = run.coordinator.started(Started(Worker(0, 0), 2))
+    recovery = run.started(Worker(0, 0), 2)
     assert (recovery.went_back_to, recovery.repeated, recovery.returned) == (2, 1, (BACK,))
 
 
@@ -385,35 +395,33 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
         run.can_read(worker, 0, 1, 2)
     assert run.last(Train).first_iteration == 2
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
-        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else ((0, 2),), None, "it is damaged"))
-    run.coordinator.advance()
+        run.happens(Paused(worker, 2, () if worker == BACK else ((0, 2),), None, "it is damaged"))
+    run.happens(Look())
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)
     assert run.last(Train).number == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
-    recovery = run.coordinator.started(Started(Worker(0, 0), 3))
+    recovery = run.started(Worker(0, 0), 3)
     assert (recovery.went_back_to, recovery.repeated) == (1, 2)
 
 
-def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for(monkeypatch, run):
+def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for(run):
     """Its file system hangs: its main thread sends heartbeats all the same."""
-    clock = Clock()
-    monkeypatch.setattr(going_back, "time", clock)
     lose_stage_1(run)
     run.can_read(Worker(0, 0), 0)
     run.can_read(BACK, 0, 2)
-    clock.now += going_back.ANSWER_SECONDS / 2
-    run.coordinator.advance()
-    assert run.coordinator.number == 1
-    clock.now += going_back.ANSWER_SECONDS
-    run.coordinator.advance()
+    run.now += going_back.ANSWER_SECONDS / 2
+    run.happens(Look())
+    assert run.state.number == 1
+    run.now += going_back.ANSWER_SECONDS
+    run.happens(Look())
     assert run.last(Train).first_iteration == 2 and dict(run.last(Train).restore).keys() == {BACK}
 
 
 def test_where_only_one_can_read_a_checkpoint_who_has_nothing_to_do_an_older_one_is_taken(run):
+    run.planner.answers[()] = schedule_for(JOB, [str(BACK)])  # 1.1 takes no part in it
     lose_stage_1(run)
-    run.planner.answer((), schedule_for(JOB, [str(BACK)]))
-    schedule = schedule_for(JOB, [str(BACK)])
-    run.planner.for_workers = lambda _: schedule  # 1.1 takes no part in it
+    run.ready(Worker(0, 1))
+    run.can_read(Worker(0, 1))
     run.can_read(Worker(0, 0), 1)
     run.can_read(Worker(1, 0))
     run.can_read(BACK, 2)
@@ -427,17 +435,15 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
     sums = tuple(op for op in schedule.programs[schedule.seat_of[Worker(0, 1)].program] if op.kind not in COMPUTE_KINDS)
     with_it = replace(schedule, failed=(), programs=(*schedule.programs, sums), seats=tuple(sorted(
         (*schedule.seats, Seat(idle, idle, len(schedule.programs))), key=lambda seat: seat.worker)))
-    run.planner._answers[()] = with_it
+    run.planner.answers[()] = with_it
     run.ran(0)
     run.ready(idle)
     run.fetch_up_to_date(FIRST_FETCH)
     run.ran(1), run.ran(2), run.paused()
-    assert run.coordinator.number == 2 and run.last(Train, idle) is not None
+    assert run.state.number == 2 and run.last(Train, idle) is not None
 
     def ran(worker, iteration):
-        report = Ran(worker, 2, iteration, 0.0, 1.0)
-        list(run.log.ran(report))
-        run.coordinator.ran(report)
+        run.happens(Ran(worker, 2, iteration, 0.0, 1.0))
 
     for worker in MEMBERS:
         ran(worker, 3)

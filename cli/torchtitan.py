@@ -1,0 +1,254 @@
+"""torchtitan's own command line, for a run of Slipstream:
+
+    torchrun --nproc-per-node 1 -m slipstream.cli.torchtitan --module llama3 --config llama3_8b \\
+        --parallelism.pipeline_parallel_degree 4 --parallelism.data_parallel_replicate_degree 2
+
+One process on each machine. Configuration, initialisation, data, optimizer, learning rates, metrics and the last
+checkpoint are torchtitan's; its Trainer holds the model on the CPU of node 0, and hands it to the workers.
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import typer
+from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.trainer import Trainer
+
+from slipstream.cli.shared.console import answer_no, refuse
+from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
+from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
+from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
+from slipstream.planner.job.file import Job, JobError, parse_job, read_job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_with
+from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Metrics
+from slipstream.runtime.launch import run
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, identity_of, latest
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
+from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
+from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
+from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.node_agent import NodeJob, join
+from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
+from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
+from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.runtime.replay.placement import PlacementError
+from slipstream.runtime.run_folder import CHECKPOINTS, FolderError, left_behind
+from slipstream.runtime.run_options import Resilience, RunOptions
+from slipstream.schedules.codec import read
+from slipstream.schedules.schedule import Schedule, Worker
+
+PLAN_SECONDS = 10.0
+"""For the first schedule."""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+"""What torchtitan's Trainer is told: it is one process, whoever else trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this program is told beside torchtitan's own command line, and what comes of that."""
+
+    here: Launched
+    job: Job
+    config: RunConfig
+    folder: Path
+    rehearsals: Rehearsals
+    settled_seconds: float | None
+    """For how long schedules are searched for which layers move; None: they stay."""
+
+
+class SlipstreamTrainer(Trainer):  # type: ignore[misc]
+    """torchtitan's Trainer, whose steps are made by the workers of a run."""
+
+    own: Own
+    step: int
+
+    def train(self) -> None:
+        """Go on from torchtitan's checkpoint, or the run's own where that is newer, until all steps are done."""
+        own, steps = self.own, self.config.training.steps
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        saved, loaded = own.folder / CHECKPOINTS, self.step
+        begun = latest(saved, identity_of(own.config, _layers(own.config)))
+        if begun is None or begun.iteration < self.step:
+            begun = begin(self, own.config, saved)
+        else:
+            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}; remove {own.folder} to start anew")
+            self._count(begun.iteration)
+        self.metrics_processor.time_last_log = time.perf_counter()
+        if begun is None or begun.iteration < steps:
+            first = _first(own)
+            placed = with_machines(own.job, first, own.here)
+            planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds or SETTLED_SECONDS)
+            run(first, own.config, out=own.folder, resilience=Resilience(
+                scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
+                checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
+                node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
+                faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
+                settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
+                    nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
+                    local=own.here.local, topology=own.job.nodes, notify=logger.info, observe_iteration=self._told,
+                    again=True, secret=given_secret_or_refuse(own.here)))
+        ended = latest(saved)
+        assert ended is not None
+        read_state(self, own.config, ended)
+        if self.config.checkpoint.enable and not self.config.checkpoint.last_save_model_only:
+            batches = iter(self.dataloader)  # which is where the Trainer's checkpoint was
+            for _ in range((self.step - loaded) * self.gradient_accumulation_steps):
+                next(batches)
+        self.checkpointer.save(self.step, last_step=True)
+        logger.info("Training completed")
+
+    def _told(self, line: Metrics) -> None:
+        """An iteration is committed: log it, as torchtitan does."""
+        rates = self.lr_schedulers.get_metrics()
+        if not self._count(line.iteration + 1) or not self.metrics_processor.should_log(self.step):
+            return
+        assert line.loss is not None
+        self.metrics_processor.data_loading_times.append(0.0)  # workers read, while they train
+        self.metrics_processor.log(self.step, line.loss, line.loss, line.gradient_norm or 0.0,
+                                   {"n_tokens_seen": self.ntokens_seen, **rates})
+
+    def _count(self, steps: int) -> bool:
+        """So many steps are done; whether that is new: one that is made again has been counted."""
+        new = steps - self.step
+        for _ in range(new):
+            self.lr_schedulers.step()
+        tokens = max(0, new) * self.config.training.global_batch_size * self.config.training.seq_len
+        self.ntokens_seen += tokens
+        self.metrics_processor.ntokens_since_last_log += tokens
+        self.step = max(self.step, steps)
+        return new > 0
+
+
+def _layers(config: RunConfig) -> int:
+    """How many the model has. Raises ConfigError."""
+    training = config.training
+    with standing_in(training.tensor_parallel):
+        return model_for(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
+
+
+def _first(own: Own) -> Schedule:
+    """The schedule to begin with: that of a run whose workers live, or a plan."""
+    path = own.folder / "schedule.json"
+    if left_behind(own.folder) is not None and path.exists():
+        return read(path)
+    return plan_with(PlanOptions(time_limit=PLAN_SECONDS), own.job, ()).schedule
+
+
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and torchtitan's."""
+    parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False)
+    add = parser.add_argument_group("Slipstream").add_argument
+    add("--slipstream.job", dest="job", type=Path, metavar="FILE",
+        help="a job file: times, memory and machines to plan by; its grid has precedence. Default: as many pipelines "
+             "and stages as --parallelism.data_parallel_replicate_degree and .pipeline_parallel_degree say")
+    add("--slipstream.settle", dest="settle", type=float, nargs="?", const=SETTLED_SECONDS, metavar="SECONDS",
+        help="layers move to better schedules after failures, while the workers train on; for so long such a schedule "
+             f"is searched (default: {SETTLED_SECONDS:g})")
+    for name, form in (("kill", "D.S@STEP"), ("return", "D.S@STEP"), ("slow", "D.S=FACTOR@STEP")):
+        add(f"--slipstream.{name}", dest=f"{name}s", action="append", metavar=form,
+            help="a rehearsal, counted from 0, as that of `slipstream train`")
+    if {"-h", "--help"} & set(sys.argv):
+        parser.print_help()  # and torchtitan's follows
+    return parser.parse_known_args()
+
+
+def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
+    """The job to plan: that of a file, or with the times of stages as their layers. Raises JobError and ConfigError."""
+    degrees = given.parallelism
+    asked = degrees.data_parallel_replicate_degree, degrees.pipeline_parallel_degree
+    if path is None:
+        pipelines, stages = asked
+        cut = [end - begin for begin, end in split_layers(layers, stages)]
+        return parse_job(f"pipelines = {pipelines}\nstages = {stages}\n"
+                         f"microbatches = {list(microbatches(given, pipelines))}\n"
+                         f"[placement]\nlayers = {cut}\n"
+                         f"[time]\nforward = {cut}\nbackward_input = {cut}\nbackward_weight = {cut}\n")
+    job = read_job(path)
+    if asked not in ((1, 1), (job.pipelines, job.stages)):
+        raise JobError(f"{path}: {job.pipelines} pipelines of {job.stages} stages, and --parallelism says {asked[0]} "
+                       f"of {asked[1]}; expected the same, or nothing of it")
+    wanted = sum(microbatches(given, job.pipelines))
+    if sum(job.microbatches) != wanted:
+        raise JobError(f"{path}: {sum(job.microbatches)} micro-batches in an iteration, and "
+                       f"--training.global_batch_size makes {wanted}; expected the same")
+    return job
+
+
+def _own() -> tuple[Own, Trainer.Config]:
+    """What is to be done, and torchtitan's configuration of it for this process. Exits 2 where that cannot be."""
+    options, arguments = _arguments()
+    here = launched_as(None, None, None)
+    assert here is not None
+    try:
+        given = as_given(arguments)
+        folder = Path(given.dump_folder).absolute() / "slipstream"
+        config = run_config(arguments, given, folder / "initial")
+        job = _job(options.job, given, _layers(config))
+    except (ConfigError, JobError) as error:
+        refuse(error)
+    for line in differences(given):
+        logger.warning(line)
+    alone = in_one_process(given)
+    # As for a seed checkpoint: the Trainer's model is plain tensors on the CPU.
+    alone = replace(alone, checkpoint=replace(alone.checkpoint, create_seed_checkpoint=True))
+    rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
+    return Own(here, job, config, folder, rehearsals, options.settle), alone
+
+
+def _take_part(own: Own) -> None:
+    """Train as a node that is not node 0, which has the Trainer."""
+    secret = given_secret_or_refuse(own.here)
+    assert secret is not None
+    workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]
+    join(find(own.here, JOIN_TIMEOUT_SECONDS, logger.info),
+         NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
+         nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=logger.info)
+
+
+def main() -> None:
+    """Train, or take part. Exits 2 where that cannot be, and 1 where it fails."""
+    init_logger()
+    try:
+        _train(*_own())
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+
+
+def _train(own: Own, config: Trainer.Config) -> None:
+    trainer = None
+    try:
+        if own.here.node:
+            _take_part(own)
+            return
+        structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder,
+                                                 enable=config.debug.enable_structured_logging)
+        os.environ.update(ALONE)
+        trainer = SlipstreamTrainer(config)
+        trainer.own = own
+        trainer.train()
+    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError) as error:
+        refuse(error)
+    except (RunError, NoPlanError) as error:
+        answer_no(error)
+    finally:
+        if trainer is not None:
+            trainer.close()
+            torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

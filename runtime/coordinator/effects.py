@@ -1,0 +1,55 @@
+"""Effects: what is to be done outside because of an event, once it has been handled.
+
+Besides what is here, an event of the run (`runtime.events`) is one: write it. A question (`questions`): find its
+answer, which comes as an event. A `SpeedEvent`, a `Recovery` or a text: tell people. What is committed
+(`commit_log`), and what another coordinator's run is gone on with from (`take_over`): write the losses.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from slipstream.runtime.protocol.to_worker import ToWorker
+from slipstream.schedules.schedule import Worker
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to workers; nothing happens where one is gone."""
+
+    workers: tuple[Worker, ...]
+    message: ToWorker
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Tell people of something that was survived, and keep it."""
+
+    text: str
+
+
+class GoBack(msgspec.Struct, frozen=True):
+    """The iterations from this one on are no longer committed."""
+
+    iteration: int
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Keep a schedule that an order uses."""
+
+    text: bytes
+
+
+class Effects:
+    """Collects those of one event, which happened `at` a time by time.monotonic."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.effects: list[Any] = []
+
+    def do(self, effect: object) -> None:
+        """Have something done."""
+        self.effects.append(effect)
+
+    def send(self, workers: Iterable[Worker], message: ToWorker) -> None:
+        """Send a message to workers."""
+        self.effects.append(Send(tuple(workers), message))

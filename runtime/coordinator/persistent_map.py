@@ -1,0 +1,48 @@
+"""A persistent map: each version of it stays as it is, and the next one shares its entries."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Self, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class PersistentMap(Mapping[K, V]):
+    """In the order of insertion. An entry is added to the newest version in constant time; all else copies.
+
+    The versions share one dict, which only grows. A version is the first `_size` entries of it.
+    """
+
+    __slots__ = ("_entries", "_size")
+
+    def __init__(self, entries: Iterable[tuple[K, V]] = ()) -> None:
+        self._entries = {key: (number, value) for number, (key, value) in enumerate(dict(entries).items())}
+        self._size = len(self._entries)
+
+    def adding(self, key: K, value: V) -> Self:
+        """The version with this entry, which replaces one of the same key."""
+        if len(self._entries) != self._size or key in self._entries:
+            return type(self)([*self.items(), (key, value)])
+        new = type(self).__new__(type(self))
+        new._entries, new._size = self._entries, self._size + 1
+        self._entries[key] = self._size, value
+        return new
+
+    def without(self, *keys: K) -> Self:
+        """The version without these, where there are any."""
+        if not any(key in self for key in keys):
+            return self
+        return type(self)((key, value) for key, value in self.items() if key not in keys)
+
+    def __getitem__(self, key: K) -> V:
+        number, value = self._entries[key]
+        if number >= self._size:
+            raise KeyError(key)
+        return value
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(tuple(islice(self._entries, self._size)))

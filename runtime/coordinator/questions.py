@@ -1,0 +1,44 @@
+"""Questions that the state asks while the run goes on, as their answers take seconds to plan; answers are events."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream.runtime.events import Phase
+from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.schedule import Schedule, Worker
+
+Speeds = tuple[tuple[Worker, float], ...]
+"""All workers that do not take the usual time, sorted, each with its factor of it."""
+
+SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
+"""The schedule to use when these workers are down, and others have these speeds. As `planning.Scheduler` else."""
+
+Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""The layers of the schedules that each live worker holds, sorted."""
+
+
+class Question(NamedTuple):
+    """Which schedule is asked for."""
+
+    down: tuple[Worker, ...]
+    speeds: Speeds | None = None
+    """None: those of the first schedule."""
+    held: Held | None = None
+    """None: the layers of the grid's stages."""
+    settled: bool = False
+    from_checkpoint: bool = False
+    """Whether all layers are read anew, whatever is held."""
+    degraded: tuple[Worker, ...] = ()
+    """Live workers that go on as half their processes."""
+
+    @property
+    def phase(self) -> Phase:
+        """Of the order that the schedule is for."""
+        return "settled" if self.settled or self.from_checkpoint else "at once"
+
+
+class ScheduleFound(NamedTuple):
+    """The answer to a question: the schedule, or why there is none (NoScheduleError, RunError)."""
+
+    question: Question
+    answer: Schedule | Exception

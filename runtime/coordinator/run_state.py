@@ -1,0 +1,261 @@
+"""The state of a run: all that is decided by. It never changes; `Step` has the next one while an event is handled."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from slipstream.runtime.config import LengthCosts
+from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.cost_fit import CostFit
+from slipstream.runtime.coordinator.effects import Effects
+from slipstream.runtime.coordinator.join_planning import Joins, Moves
+from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
+from slipstream.runtime.coordinator.lost_workers import LostWorkers
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.planning import Prepared
+from slipstream.runtime.coordinator.questions import Question
+from slipstream.runtime.coordinator.recovery import RecoveryClock
+from slipstream.runtime.coordinator.settling import Cost, Settler
+from slipstream.runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent, watched
+from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.failure_domains import ALONE, FailureDomains
+from slipstream.runtime.model.state.parts import CutFor
+from slipstream.runtime.protocol.to_coordinator import Kept, Ran
+from slipstream.runtime.protocol.to_worker import NewCosts
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Grid, Schedule, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What stays the same in one run."""
+
+    first: Schedule
+    """That for the workers which are there from the start."""
+    iterations: range
+    placement: Placement
+    """Where the schedules' layers lie in the model."""
+    prepared: Callable[[Schedule], Prepared]
+    """What a schedule is in an order. Pure; keeps what it was asked for last."""
+    settles: Cost | None = None
+    """What moving layers to a better schedule costs; None: they stay where they are."""
+    mtbf_seconds: float | None = None
+    """As in `Settling`."""
+    automatic_checkpoints: bool = False
+    plans_for_speeds: bool = False
+    plans_for_degraded: bool = False
+    """Whether anything plans for slow workers, and for those that go on as half their processes."""
+    domains: FailureDomains = ALONE
+    """Which workers fail together."""
+    partition: Partition | None = None
+    """How optimizer states are cut, where workers keep parts of them."""
+    length_costs: LengthCosts | None = None
+    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
+    whole_schedules: bool = True
+    """Whether workers are sent the whole of each schedule besides: to deal or evaluate data by it."""
+
+
+class Present(msgspec.Struct, frozen=True):
+    """A worker that is there."""
+
+    addresses: tuple[tuple[str, int], ...]
+    """Where each of its ranks sends layers from."""
+    stands_for: int = 1
+    """For how many ranks each of its processes does."""
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a member holds that has paused."""
+
+    layers: frozenset[int]
+    kept: Kept | None
+    """The same of what it keeps of optimizer states; None: of its layers, everything."""
+
+
+class Gathering(msgspec.Struct, frozen=True):
+    """The first order waits for all its members."""
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """There is an order to train."""
+
+    began: int = 0
+    """Its first iteration."""
+    ended: bool = False
+    """Whether `EndOrder` has been sent."""
+    stop_before: int | None = None
+    """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
+    save_before: int | None = None
+    new_costs: NewCosts | None = None
+    """What all are told with what acknowledges the iteration `LEAD` before its first."""
+    without_microbatches: frozenset[Worker] = frozenset()
+    """Members that hold layers of which others run all micro-batches."""
+    unanswered: tuple[Ran, ...] = ()
+    """Reports that wait for those of `without_microbatches`."""
+
+
+class Finishing(msgspec.Struct, frozen=True):
+    """There is an order to finish."""
+
+    finished: PersistentMap[Worker, None] = PersistentMap()
+    """Members that have."""
+    outdated: bool = False
+    """Whether a member was lost after the order, which names it."""
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Everything is done, and the workers may go."""
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The present order, who is there, and what is known."""
+
+    current: Schedule
+    """Of the present order; before the first one, of that."""
+    members: frozenset[Worker]
+    """Those of the present order that live; before the first one, those that it waits for."""
+    phase: Gathering | Rejoining | Training | Finishing | Left = Gathering()
+    number: int = 0
+    """Of the last order."""
+    live: PersistentMap[Worker, Present] = PersistentMap()
+    """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
+    paused: PersistentMap[Worker, Holding] = PersistentMap()
+    """Members that have."""
+    contents: Mapping[Worker, tuple[str, ...]] = {}
+    """By their digests, the contents of schedules that each worker has."""
+    leaving: frozenset[Worker] = frozenset()
+    """Members that were told to end by somebody else, and stay until the others can go on without them."""
+    stopping: bool = False
+    """Whether the run is to end at the next iteration, with a checkpoint."""
+    cut_for: CutFor = {}
+    """Of the present order, the ranges whose parts stay as they are, as some have gone who keep them."""
+    corpus: tuple[str, Worker] | None = None
+    """Digest of the text that all read, and who has said so first."""
+    log: CommitLog
+    joins: Joins = Joins()
+    slow: SlowWorkers
+    settler: Settler | None
+    costs: CostFit | None
+    checkpoints: CheckpointTimer
+    recovery: RecoveryClock = RecoveryClock()
+    lost: LostWorkers = LostWorkers()
+    asked: PersistentMap[Worker, float] = PersistentMap()
+    """When workers were asked which checkpoints they can read, by time.monotonic (`going_back`)."""
+    readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
+    """What they have answered."""
+    answers: Mapping[Question, Schedule | Exception] = {}
+    """To what has been asked since the present order was given."""
+
+    @property
+    def grid(self) -> Grid:
+        """The job's shape."""
+        return self.current.grid
+
+    @property
+    def ready(self) -> Set[Worker]:
+        """Those that wait for an order to take part in."""
+        if len(self.live) == len(self.members) + len(self.slow.left_out):
+            return set()
+        return {worker for worker in self.live if worker not in self.members and worker not in self.slow.left_out}
+
+    @property
+    def everyone(self) -> Set[Worker]:
+        """Who takes part, or could."""
+        return {worker for worker in self.live if worker not in self.slow.left_out}
+
+    @property
+    def all_paused(self) -> bool:
+        """Whether all members have."""
+        return len(self.paused) >= len(self.members)
+
+    @property
+    def planning(self) -> bool:
+        """Whether all members wait for a schedule."""
+        return isinstance(self.phase, Training) and bool(self.members) and self.all_paused
+
+    @property
+    def holds(self) -> dict[Worker, frozenset[int]]:
+        """The layers of each member that has paused."""
+        return {worker: holding.layers for worker, holding in self.paused.items()}
+
+    @property
+    def kept(self) -> dict[Worker, Kept]:
+        """What they keep of optimizer states, where workers keep parts."""
+        return {worker: holding.kept for worker, holding in self.paused.items() if holding.kept is not None}
+
+    @property
+    def addresses(self) -> dict[Worker, tuple[tuple[str, int], ...]]:
+        """Where each rank of a worker sends layers from."""
+        return {worker: present.addresses for worker, present in self.live.items()}
+
+    def held_now(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
+        """The layers of each member under the present schedule."""
+        return {worker: layers for worker, layers in placement.held_by(self.current).items() if worker in self.members}
+
+
+def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None = None) -> RunState:
+    """The state of a run that begins at a time by time.monotonic, or looks for the workers of another coordinator."""
+    return RunState(
+        current=rules.first, members=frozenset(() if rejoining is not None else rules.first.seat_of),
+        phase=rejoining or Gathering(), log=log, slow=watched(rules.first, plans=rules.plans_for_speeds),
+        settler=None if rules.settles is None else Settler(cost=rules.settles, mtbf=rules.mtbf_seconds, began=at),
+        costs=None if rules.length_costs is None else CostFit(
+            known=rules.length_costs, current=rules.length_costs, placement=rules.placement),
+        checkpoints=CheckpointTimer(automatic=rules.automatic_checkpoints))
+
+
+class Step(Effects):
+    """An event that is being handled: the state so far, and what is to be done outside."""
+
+    def __init__(self, rules: Rules, state: RunState, at: float) -> None:
+        super().__init__(at)
+        self.rules = rules
+        self.state = state
+
+    def change(self, **fields: Any) -> None:
+        """Go on with a state that has other values of these fields."""
+        self.state = replace(self.state, **fields)
+
+    def do(self, effect: object) -> None:
+        """Have something done. What had been settled for is over once speeds have changed."""
+        settler = self.state.settler
+        if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
+            self.change(settler=replace(settler, changes=settler.changes + 1))
+        super().do(effect)
+
+    def forget(self, workers: Iterable[Worker]) -> None:
+        """Workers are not there any more."""
+        state, gone = self.state, frozenset(workers)
+        self.change(live=state.live.without(*gone), members=state.members - gone, paused=state.paused.without(*gone),
+                    leaving=state.leaving - gone, asked=state.asked.without(*gone),
+                    readable=state.readable.without(*gone),
+                    contents={worker: known for worker, known in state.contents.items() if worker not in gone})
+        if isinstance(state.phase, Finishing):
+            self.change(phase=replace(state.phase, finished=state.phase.finished.without(*gone)))
+        if isinstance(state.phase, Rejoining):
+            self.change(phase=state.phase.lost(gone))
+        self.change(joins=state.joins.lost(gone, self.state.live, self))
+        for worker in gone:
+            self.change(slow=self.state.slow.lost(worker))
+
+    def lost_layers(self, workers: Collection[Worker]) -> list[int]:
+        """The layers that nobody of these has, or of whose optimizer state nobody has all."""
+        holds, partition = self.state.holds, self.rules.partition
+        lost = layers_without_holder({one: held for one, held in holds.items() if one in workers},
+                                     self.rules.placement.layers)
+        if lost or partition is None:
+            return lost
+        return partition.lost({one: kept for one, kept in self.state.kept.items() if one in workers})
+
+    def fetched_for(self, schedule: Schedule) -> Moves:
+        """What workers are to fetch for a schedule, while all train by the present one."""
+        state, placement = self.state, self.rules.placement
+        held = state.held_now(placement)
+        if self.rules.partition is None:
+            return plan_moves(placement.held_by(schedule), held)
+        return self.rules.partition.fetched(schedule, state.current, held, state.cut_for)

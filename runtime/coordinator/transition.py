@@ -1,0 +1,314 @@
+"""Transition: what each event changes, and what is decided then. A function of the state and the event alone.
+
+The event loop calls it with each event, one after the other. An order for training ends when a member is lost or
+reports an error, or before an iteration that is chosen for all to stop at (`boundary`). When all members that are left
+have paused, and there is a schedule for them, the next order is given (`next_order`). It begins at the first iteration
+that is not committed. An event that comes while a schedule is being planned only changes what is waited for.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from slipstream.runtime.coordinator import boundary, next_order, orders
+from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
+from slipstream.runtime.coordinator.cost_fit import LEAD
+from slipstream.runtime.coordinator.effects import Note
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.questions import ScheduleFound
+from slipstream.runtime.coordinator.run_state import (
+    Finishing,
+    Gathering,
+    Holding,
+    Present,
+    Rules,
+    RunState,
+    Step,
+    Training,
+)
+from slipstream.runtime.coordinator.speed_planning import SpeedsPlanned
+from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.events import CoordinatorRestarted, Resumed
+from slipstream.runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchFailed,
+    FetchUpToDate,
+    Finished,
+    Leaving,
+    Paused,
+    Ran,
+    Ready,
+    Saved,
+    SpeedMeasured,
+    Started,
+    ToCoordinator,
+    Validated,
+)
+from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import Worker
+
+
+class Lost(NamedTuple):
+    """A worker is gone."""
+
+    worker: Worker
+    reason: str
+    since: float
+    """By time.monotonic."""
+
+
+class Disconnected(NamedTuple):
+    """The connection to a process of a worker has ended, so that it will be lost in a moment."""
+
+    worker: Worker
+
+
+class Stop(NamedTuple):
+    """The run is to end at the next iteration, with a checkpoint."""
+
+
+class Hurry(NamedTuple):
+    """Where it is to end, it does not wait for the end of the iteration any more."""
+
+
+class Look(NamedTuple):
+    """Time has passed."""
+
+
+_CHANGE_LITTLE = Ran, Validated, Started, Saved
+"""Nothing follows from these before an iteration is committed."""
+Event = ToCoordinator | ScheduleFound | SpeedsPlanned | Lost | Disconnected | Stop | Hurry | Look
+
+
+def transition(rules: Rules, state: RunState, event: Event, at: float) -> tuple[RunState, list[Any]]:
+    """The state after an event that happened at a time by time.monotonic, and the effects, in their order (`effects`).
+
+    Raises RunError where there is no way to go on, CommitLogError where workers disagree, and NobodyLeftError.
+    """
+    step = Step(rules, state, at)
+    _handle(step, event)
+    if not _nothing_follows(state, step.state, event):
+        _advance(step)
+    return step.state, step.effects
+
+
+def awaited(state: RunState) -> list[Worker]:
+    """Those without whom the first order cannot be given."""
+    if isinstance(state.phase, Rejoining):
+        return sorted(state.phase.missing)
+    return sorted(state.members.difference(state.live)) if isinstance(state.phase, Gathering) else []
+
+
+def held(rules: Rules, state: RunState) -> Mapping[Worker, frozenset[int]]:
+    """The layers that each member needs, once there is an order that is not done."""
+    return state.held_now(rules.placement) if isinstance(state.phase, Training | Finishing) else {}
+
+
+def _nothing_follows(before: RunState, state: RunState, event: Event) -> bool:
+    """Whether there is nothing to decide: most events of a large run are such."""
+    if isinstance(event, Paused):
+        return not state.planning  # others still run
+    if isinstance(event, Ready):
+        return isinstance(state.phase, Rejoining)
+    if not isinstance(event, _CHANGE_LITTLE):
+        return False
+    return before.log.next_iteration == state.log.next_iteration
+
+
+def _advance(step: Step) -> None:
+    """Do what has become possible. Raises RunError."""
+    state = step.state
+    match state.phase:
+        case Gathering():
+            if len(state.live) >= len(state.members) and all(worker in state.live for worker in state.members):
+                next_order.give(step)
+        case Training() if state.all_paused:
+            if state.slow.decision is None or state.joins.complete:
+                step.change(recovery=state.recovery.begin(step.at))
+            next_order.give(step)
+        case Training():
+            boundary.look(step, state.phase)
+        case Finishing(outdated=True):
+            next_order.give(step)
+
+
+def _handle(step: Step, event: Event) -> None:
+    state = step.state
+    match event:
+        case Ran():
+            _ran(step, event)
+        case Validated():
+            _commit(step, *state.log.validated(event.order, event.factor))
+        case Started():
+            _started(step, event)
+        case Paused():
+            _paused(step, event)
+        case Ready():
+            _ready(step, event)
+        case FetchUpToDate():
+            step.change(joins=state.joins.fetch_up_to_date(event.worker, event.fetch, step))
+        case FetchFailed():
+            step.change(joins=state.joins.fetch_failed(event.fetch, state.live, step))
+        case Finished():
+            _finished(step, event)
+        case Saved() if event.iteration < step.rules.iterations.stop:  # the last one costs no training
+            step.change(checkpoints=state.checkpoints.saved(event.iteration, event.seconds))
+        case SpeedMeasured():
+            step.change(slow=state.slow.measured(event, step.at))
+        case Checkpoints() if event.worker in state.asked:
+            step.change(readable=state.readable.adding(event.worker, event.iterations))
+        case ScheduleFound():
+            step.change(answers={**state.answers, event.question: event.answer})
+        case SpeedsPlanned():
+            step.change(slow=state.slow.planned(event, state.log.next_iteration, step))
+        case Lost():
+            _lost(step, event)
+        case Disconnected():
+            # No order is given before it is lost. Workers that die together are then lost in one recovery, also those
+            # that have paused before.
+            step.change(paused=state.paused.without(event.worker))
+        case Leaving():
+            _leaving(step, event.worker)
+        case Stop():
+            step.change(stopping=True)
+            if isinstance(state.phase, Rejoining | Gathering):
+                orders.leave(step)
+        case Hurry() if state.stopping:
+            orders.end(step)
+        case Look() if isinstance(state.phase, Rejoining) and state.phase.over(step.at):
+            _take_over(step, state.phase)
+
+
+def _ready(step: Step, report: Ready) -> None:
+    """A worker waits for an order. Raises CommitLogError where it reads another text than others."""
+    state, worker = step.state, report.worker
+    corpus = state.corpus or (report.corpus, worker)
+    if report.corpus != corpus[0]:
+        raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or know other costs of samples; "
+                             "give every node the same [training] and data")
+    step.change(live=state.live.adding(worker, Present(report.addresses, report.stands_for)), corpus=corpus,
+                lost=state.lost.back(worker))
+    if worker in state.contents:
+        step.change(contents={one: known for one, known in state.contents.items() if one != worker})
+    if isinstance(state.phase, Rejoining):
+        step.change(phase=state.phase.ready(worker, report.known, step.at))
+
+
+def _ran(step: Step, report: Ran) -> None:
+    """A member has stepped: it is acknowledged, and goes on or stops where all members will.
+
+    Whoever runs no micro-batch passes nothing on that the others would wait for, so that these are not acknowledged
+    before it has reported, too: nobody is more than one step ahead of the last committed iteration.
+    """
+    _commit(step, *step.state.log.ran(report))
+    state, stop, save, costs = step.state, None, None, None
+    reports: tuple[Ran, ...] = (report,)
+    if isinstance(state.phase, Training) and report.order == state.number and report.worker in state.members:
+        if state.phase.without_microbatches:
+            reports = (*state.phase.unanswered, report)
+            answered = state.log.have_reported(state.phase.without_microbatches, report.iteration)
+            step.change(phase=replace(state.phase, unanswered=() if answered else reports))
+            if not answered:
+                return
+        stop, save, costs = state.phase.stop_before, state.phase.save_before, state.phase.new_costs
+    for one in reports:
+        step.send((one.worker,), Acknowledged(
+            one.order, one.iteration, stop=one.iteration + 1 == stop, save=one.iteration + 1 == save,
+            costs=costs if costs is not None and one.iteration == costs.first - LEAD else None))
+
+
+def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
+    step.change(log=log)
+    for one in committed:
+        step.do(one)
+        state = step.state
+        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one),
+                    costs=None if state.costs is None else state.costs.ran(one.reports, state.current))
+
+
+def _started(step: Step, report: Started) -> None:
+    """A member begins its first op, which may end a recovery."""
+    state = step.state
+    if not isinstance(state.phase, Training) or report.order != state.number or state.phase.ended:
+        return  # it began late, in an order that another recovery has ended
+    step.change(recovery=state.recovery.end(state.log.next_iteration, len(state.members), step.at))
+    if len(step.state.recovery.recoveries) > len(state.recovery.recoveries):
+        recovery = step.state.recovery.recoveries[-1]
+        step.do(Resumed(pause=round(recovery.seconds, 3), live=recovery.live))
+        step.do(recovery)
+
+
+def _paused(step: Step, report: Paused) -> None:
+    """A member has stopped; where that has a reason, the order ends for all."""
+    if report.validated is not None:
+        _commit(step, *step.state.log.validated(report.order, report.validated))
+    state, worker = step.state, report.worker
+    if report.order != state.number or worker not in state.members or worker in state.paused:
+        return
+    step.change(paused=state.paused.adding(worker, Holding(layers_in(report.layers), report.kept)))
+    if report.reason is not None:
+        if isinstance(state.phase, Training) and not state.phase.ended:
+            step.change(recovery=state.recovery.broke(
+                f"worker {worker} lost a connection, {report.reason}", step.at))
+        orders.end(step)
+
+
+def _finished(step: Step, report: Finished) -> None:
+    """A member has written its parameters."""
+    state = step.state
+    if not isinstance(state.phase, Finishing) or report.order != state.number or report.worker not in state.members:
+        return
+    finished = state.phase.finished.adding(report.worker, None)
+    step.change(log=state.log.finished(report), phase=replace(state.phase, finished=finished))
+    if len(finished) == len(state.members) and not next_order.saved_for_leaving(step):
+        orders.leave(step)
+
+
+def _lost(step: Step, event: Lost) -> None:
+    state, worker = step.state, event.worker
+    was_member = worker in state.members
+    layers = step.rules.placement.held(state.current, worker) if worker in state.current.seat_of else ()
+    step.change(lost=state.lost.adding(worker, event.reason, layers))
+    step.forget([worker])
+    if not was_member:
+        step.do(Note(f"{event.reason}, before it took part"))
+        return
+    next_order.enter_losses(step, [(worker, event.reason)], event.since)
+    next_order.enter_nodes(step, [worker])
+    orders.end(step)
+    if isinstance(step.state.phase, Finishing):
+        step.change(phase=replace(step.state.phase, outdated=True))
+
+
+def _leaving(step: Step, worker: Worker) -> None:
+    """A worker was told to end by somebody else. The others go on without it from the next iteration; where nobody
+    would be left, the run ends there, with a checkpoint.
+    """
+    state = step.state
+    if isinstance(state.phase, Training | Finishing) and worker in state.members:
+        step.change(leaving=state.leaving | {worker})
+    elif isinstance(state.phase, Rejoining | Gathering | Training):
+        step.forget([worker])  # of an order that has not been given
+        step.send((worker,), Leave())
+
+
+def _take_over(step: Step, phase: Rejoining) -> None:
+    """Go on with the workers of another coordinator, as if they had paused."""
+    found = phase.found()
+    members = frozenset(found.holds)
+    step.do(found)
+    step.do(CoordinatorRestarted(live=len(members)))
+    why = f"node 0 was started anew, and has found {len(members)} workers"
+    state = step.state
+    paused = PersistentMap((one, Holding(layers, found.kept.get(one))) for one, layers in found.holds.items())
+    step.change(phase=Training(ended=True), number=found.number, members=members, paused=paused,
+                log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
+    reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
+    lost = state.lost
+    for worker, reason in reasons:
+        lost = lost.adding(worker, reason, ())
+    step.change(lost=lost)
+    next_order.enter_losses(step, reasons, step.at)
+    next_order.enter_nodes(step, found.missing)

@@ -1,0 +1,70 @@
+"""The parameters and the optimizer's state of torchtitan's Trainer, as a checkpoint of a run, and back.
+
+The Trainer holds the model in one piece, on the CPU. One layer of it is written or read at a time.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_titans
+
+from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, identity_of, load, open_checkpoint, save
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
+
+_CPU = torch.device("cpu")
+
+
+def begin(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
+    """Have a run begin where a Trainer is: from a checkpoint in a folder, after `trainer.step` steps; None: from its
+    initial parameters, which `run_config` has said where to look for. Raises ConfigError and CheckpointError.
+    """
+    if trainer.step == 0:
+        save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
+                    no_dist=True)
+        return None
+    layers = list(_layers(trainer, config))
+    states, identity = _states(trainer), identity_of(config, len(layers))
+    for layer, members in enumerate(layers):
+        state = {f"model.{name}": tensor.detach() for name, tensor in members.items()}
+        for name, parameter in members.items():
+            for slot, value in states.get(parameter, {}).items():
+                state[f"optimizer.{slot}.{name}"] = value
+        save(folder, trainer.step, {layer: state}, identity).wait()
+    return open_checkpoint(folder / f"iteration-{trainer.step}", identity)
+
+
+def read_state(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Give a Trainer what a run has come to. Raises CheckpointError."""
+    for layer, members in enumerate(_layers(trainer, config)):
+        found = load(checkpoint, [layer])[layer]
+        for name, parameter in members.items():
+            state = {slot: value for key, value in found.items() for kind, _, rest in [key.partition(".")]
+                     for slot, _, of in [rest.partition(".")] if kind == "optimizer" and of == name}
+            with torch.no_grad():
+                parameter.copy_(found[f"model.{name}"])
+            next(one for one in trainer.optimizers if parameter in _stepped(one)).state[parameter] = state
+
+
+def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters of each layer, by their names there; what layers share is the first one's."""
+    model = model_for(config.model, 0, parameter_dtype(config.training), _CPU)
+    sharing, [whole] = sharing_of(model), trainer.model_parts
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = model.build(layer)
+        copies = sharing.copies(layer)
+        yield {name: whole.get_parameter(name) for name, _ in module.named_parameters() if name not in copies}
+
+
+def _states(trainer: Any) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """What the optimizers remember: nothing before the first step."""
+    return {parameter: state for one in trainer.optimizers for parameter, state in one.state.items()}
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

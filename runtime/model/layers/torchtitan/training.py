@@ -1,0 +1,150 @@
+"""What torchtitan's Trainer is configured to do, as the configuration of a run.
+
+What a run cannot do is refused, and what it does in its own way is said, before anything starts.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.tools.utils import device_type
+from torchtitan.trainer import Trainer
+
+from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.model.layers.torchtitan.specification import in_one_process, parsed, sample_of
+
+_DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
+"""torchtitan's names, and ours: its mixed precision is autocast here."""
+_OPTIONS = {"lr", "weight_decay", "betas", "eps"}
+"""Of AdamW, which a parameter group may have here."""
+_HOW = {"fused", "foreach"}
+"""How it is computed, and not what."""
+
+
+def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
+    """How many micro-batches each pipeline reads in a step, as evenly as it goes. Raises ConfigError."""
+    training = in_one_process(config).training
+    each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
+    if not each:
+        raise ConfigError(f"a step has {more} micro-batches of {training.local_batch_size} samples, and there are "
+                          f"{pipelines} pipelines; expected a larger --training.global_batch_size")
+    return tuple(each + (pipeline < more) for pipeline in range(pipelines))
+
+
+def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) -> RunConfig:
+    """The same training as a run; `config` is what torchtitan makes of its command line. Raises ConfigError.
+
+    `initial`: the folder where its parameters will lie before the first step, as torchtitan writes them.
+    """
+    require_honoured(config)
+    assert config.model_spec is not None
+    training = in_one_process(config).training
+    groups = _groups(arguments, config)
+    return parse_run_config(
+        {"torchtitan": f"{config.model_spec.name}/{config.model_spec.flavor}", "context": training.seq_len,
+         "options": {"arguments": list(arguments), "checkpoint": str(initial)}},
+        {"iterations": training.steps, "batch": training.local_batch_size, "clip_norm": float(training.max_norm),
+         "learning_rate": groups[0]["learning_rate"], "parameter_groups": groups,
+         "learning_rate_schedule": f"{rate.__module__}:{rate.__name__}",
+         "dtype": _DTYPES[training.mixed_precision_param if training.dtype == "float32" else training.dtype],
+         "data": "torchtitan", "loss_weights": "tokens", "device": device_type,
+         "tensor_parallel": config.parallelism.tensor_parallel_degree,
+         "recompute": "full" if isinstance(config.activation_checkpoint, FullAC.Config) else "none",
+         "options": {"arguments": list(arguments)}})
+
+
+def rate(config: TrainingConfig, iteration: int) -> float:
+    """The share of the learning rate that an iteration has: torchtitan's own."""
+    return _rates(tuple(config.options["arguments"]))(iteration)
+
+
+@functools.cache
+def _rates(arguments: Sequence[str]) -> Callable[[int], float]:
+    config = parsed(arguments)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    made = config.lr_scheduler.build(optimizers=[optimizer], training_steps=config.training.steps)
+    found: Callable[[int], float] = made.schedulers[0].lr_lambdas[0]
+    return found
+
+
+def require_honoured(config: Trainer.Config) -> None:
+    """Raises ConfigError, which names in one line all that a run cannot do."""
+    found = [f"{what}; expected {expected}" for wrong, what, expected in _refused(config) if wrong]
+    if found:
+        raise ConfigError("cannot be done by Slipstream: " + ". ".join(found))
+
+
+def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
+    degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
+    yield type(config) is not Trainer.Config, f"{type(config).__qualname__}, a Trainer of its own", "torchtitan's"
+    yield (degrees.data_parallel_shard_degree > 1,
+           f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
+           "pipelines, as --parallelism.data_parallel_replicate_degree")
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
+    yield config.compile.enable, "--compile.enable", "--compile.no-enable"
+    yield training.enable_cpu_offload, "--training.enable_cpu_offload", "it without"
+    yield (training.dtype == "bfloat16", "--training.dtype bfloat16",
+           "float32, beside --training.mixed_precision_param bfloat16")
+    yield not 0 < training.max_norm <= 1e6, f"--training.max_norm {training.max_norm}", "a number above 0, at most 1e6"
+    yield config.validator.enable, "--validator.enable", "validation by a Trainer of the checkpoint"
+    yield bool(config.override.imports), "--override.imports", "the configuration to have what they change"
+    yield checkpoint.create_seed_checkpoint, "--checkpoint.create_seed_checkpoint", "torchtitan's own program for it"
+    loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss
+    yield type(loss) is not CrossEntropyLoss.Config, f"the loss {type(loss).__qualname__}", "CrossEntropyLoss"
+    yield (config.optimizer.implementation == "fused_opt_states_bf16", "--optimizer.implementation "
+           "fused_opt_states_bf16", "fused")
+    for group in config.optimizer.param_groups:
+        yield group.optimizer_name != "AdamW", f"the optimizer {group.optimizer_name}", "AdamW"
+        other = min(group.optimizer_kwargs.keys() - _OPTIONS - _HOW, default="")
+        yield bool(other), f"{other} of the optimizer", f"of its options only {', '.join(sorted(_OPTIONS))}"
+
+
+def differences(config: Trainer.Config) -> Iterator[str]:
+    """What a run does in its own way, a line each."""
+    checkpoint = config.checkpoint
+    if checkpoint.enable and not checkpoint.load_only:
+        yield ("checkpoints while it trains are Slipstream's, and as often as they cost less than 1 % of the time: "
+               f"--checkpoint.interval {checkpoint.interval} does not count; torchtitan's own is written after the "
+               "last step")
+    if config.activation_checkpoint is not None and not isinstance(config.activation_checkpoint, FullAC.Config):
+        yield (f"activations are kept: {type(config.activation_checkpoint).__qualname__} does not count; "
+               "FullAC computes them again")
+    if config.profiler.enable_profiling:
+        yield "--profiler.enable_profiling sees this process, and no worker"
+
+
+def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:
+    """torchtitan's parameter groups: each parameter is of the first whose pattern is found in its name."""
+    groups = config.optimizer.param_groups
+    if not groups:
+        raise ConfigError("the configuration's optimizer has no param_groups; expected one, such as default_adamw()")
+    options = []
+    for group in groups:
+        own = {key: value for key, value in group.optimizer_kwargs.items() if key in _OPTIONS}
+        all_ = torch.optim.AdamW([torch.zeros(1)], **own).defaults
+        options.append({"learning_rate": all_["lr"], "weight_decay": all_["weight_decay"],
+                        "betas": list(all_["betas"]), "epsilon": all_["eps"]})
+    if len(groups) == 1 and groups[0].pattern == ".*":
+        return [{"parameters": "*", **options[0]}]
+    model = sample_of(parsed(tuple(arguments)), torch.device(device_type))
+    last = len(model.layers) + 1
+    found = []
+    for name, _ in model.named_parameters():
+        number = next((number for number, group in enumerate(groups) if re.search(group.pattern, name)), None)
+        if number is not None:
+            found.append({"parameters": _in_layer(name, last, model.enable_weight_tying), **options[number]})
+    return found
+
+
+def _in_layer(name: str, last: int, tied: bool) -> str:
+    """A parameter of torchtitan's model as a run names it; what is tied has the head's name."""
+    part, _, rest = name.partition(".")
+    if part == "tok_embeddings":
+        return f"{last}.lm_head.{rest}" if tied else f"0.{name}"
+    return f"{int(rest.partition('.')[0]) + 1}.{name}" if part == "layers" else f"{last}.{name}"

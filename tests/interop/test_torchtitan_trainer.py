@@ -1,0 +1,136 @@
+"""torchtitan's command line, with failures survived: the numbers of its own Trainer in one process."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode, decode_metrics
+from tests.interop.titan_training import write_assets
+
+installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
+                               reason="torchtitan is not installed: make neighbours")
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
+"""Relative."""
+THEIRS, OURS = "torchtitan.train", "slipstream.cli.torchtitan"
+TWO_STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "2",
+              "--training.local_batch_size", "4")
+
+
+def start(program, folder, assets, dtype, *more):
+    """One process of either program, as torchrun starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "TITAN_ASSETS": str(assets), "TITAN_METRICS": str(folder / "metrics"),
+                   "TITAN_DTYPE": dtype, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "tests.interop.titan_cpu", program, "--module",
+                           "tests.interop.titan_config", "--config", "small", "--dump_folder", str(folder), *more],
+                          cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def train(*given):
+    done = start(*given)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics").read_text().splitlines()]
+
+
+def saved(folder):
+    """All tensors of torchtitan's last checkpoint: parameters, and what the optimizer remembers."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    path = folder / "checkpoint" / f"step-{STEPS}"
+    found = {name: torch.empty(one.size, dtype=one.properties.dtype)
+             for name, one in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+             if hasattr(one, "size")}
+    load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def assert_same(ours, theirs, dtype, steps=STEPS):
+    """Losses, norms, learning rates, tokens, and the last checkpoints."""
+    mine, expected = lines(ours), lines(theirs)[-steps:]
+    assert [one["step"] for one in mine] == [one["step"] for one in expected]
+    for key in ("loss", "norm", "rate", "tokens"):
+        assert [one[key] for one in mine] == pytest.approx([one[key] for one in expected], rel=TOLERANCE[dtype]), key
+    found, wanted = saved(ours), saved(theirs)
+    assert found.keys() == wanted.keys() and len(wanted) > 100
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() <= TOLERANCE[dtype] * value.norm(), name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the data, and what torchtitan's Trainer in one process has left, by dtype."""
+    folder, known = tmp_path_factory.mktemp("titan"), {}
+    write_assets(folder / "assets")
+
+    def of(dtype):
+        if dtype not in known:
+            train(THEIRS, folder / dtype, folder / "assets", dtype, "--checkpoint.interval", "10")
+            known[dtype] = folder / dtype
+        return known[dtype]
+
+    return of
+
+
+@installed
+@pytest.mark.parametrize(("dtype", "options"), [
+    ("float64", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3",
+                 "--slipstream.return", "1.1@6", "--slipstream.kill", "0.0@12"]),
+    ("float64", ["--parallelism.data_parallel_replicate_degree", "3", "--slipstream.kill", "1.1@2",
+                 "--slipstream.kill", "2.1@4"]),
+    ("float32", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3"]),
+])
+def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options):
+    theirs = trained(dtype)
+    train(OURS, tmp_path, theirs.parent / "assets", dtype, *TWO_STAGES, *options)
+    assert_same(tmp_path, theirs, dtype)
+    run = tmp_path / "slipstream"
+    stepped_with = [decode_metrics(line).learning_rate for line in (run / METRICS).read_bytes().splitlines()]
+    assert stepped_with == pytest.approx([one["rate"] for one in lines(theirs)], rel=1e-12)
+    orders = [event for line in (run / EVENTS).read_bytes().splitlines()
+              if isinstance(event := decode(line), OrderGiven)]
+    assert len({order.live for order in orders}) > 1  # workers have died
+    assert ("--slipstream.settle" in options) == any(order.phase == "settled" for order in orders)
+
+
+@installed
+def test_each_goes_on_from_the_others_checkpoint(trained, tmp_path):
+    theirs, grid = trained("float64"), (*TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2")
+    assets, total = theirs.parent / "assets", ("--lr_scheduler.total_steps", str(STEPS))
+    shutil.copytree(theirs / "checkpoint" / "step-10", tmp_path / "ours" / "checkpoint" / "step-10")
+    train(OURS, tmp_path / "ours", assets, "float64", *grid)
+    assert_same(tmp_path / "ours", theirs, "float64", steps=10)
+    train(OURS, tmp_path / "theirs", assets, "float64", *grid, *total, "--training.steps", "10")
+    (tmp_path / "theirs" / "metrics").unlink()
+    train(THEIRS, tmp_path / "theirs", assets, "float64", *total)
+    assert_same(tmp_path / "theirs", theirs, "float64", steps=10)
+
+
+@installed
+def test_what_cannot_be_done_is_refused_in_one_line_before_anything_starts(tmp_path):
+    write_assets(tmp_path / "assets")
+    done = start(OURS, tmp_path / "out", tmp_path / "assets", "float32", "--parallelism.data_parallel_shard_degree",
+                 "2", "--parallelism.context_parallel_degree", "2", "--compile.enable")
+    said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    for what in ("--parallelism.data_parallel_shard_degree 2", "--parallelism.context_parallel_degree 2",
+                 "--compile.enable"):
+        assert what in said[0]
+    assert not (tmp_path / "out" / "slipstream").exists()

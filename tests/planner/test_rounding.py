@@ -1,0 +1,92 @@
+"""Times finer than a tick: what is proven of times rounded down holds for schedules of times rounded up."""
+
+from fractions import Fraction
+
+import msgspec
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from slipstream.planner.claims import proven_bound
+from slipstream.planner.job.file import JobError
+from slipstream.planner.job.layers import exact, layer_costs
+from slipstream.planner.model.from_job import layered_problem
+from slipstream.planner.model.problem import NoPlanError, Question
+from slipstream.planner.model.ticks import FINEST, tick_of
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.planner.portfolio import least_of
+from slipstream.schedules.check import check
+from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.schedule import ProgramOp, Worker, period_ticks
+from tests.jobs import any_jobs, failures, grid
+
+FINE = st.sampled_from([0.333333337, 1.00000051, 0.123456789, 2.718281828459])
+
+
+@st.composite
+def fine_jobs(draw):
+    """Times of more digits than ticks have."""
+    job = draw(any_jobs())
+    time = {key: tuple(value * draw(FINE) for value in getattr(job.time, key)) for key in (
+        "forward", "backward_input", "backward_weight", "optimizer", "all_reduce")}
+    time["transfer"] = job.time.transfer * draw(FINE)
+    return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, **time))
+
+
+def shortened(schedule, below):
+    """The same with the times of a problem of layers, each op ending when it did; in the ticks of that problem."""
+    per_tick = Fraction(*schedule.times.of_layers.per_tick)
+    assume(per_tick.denominator == 1)
+
+    def of_slices(*names):
+        return {name: below.costs.of_slices(name, schedule.layers_by_slice) for name in names}
+
+    times = msgspec.structs.replace(
+        below.times, **of_slices("forward", "backward_input", "backward_weight", "all_reduce"))
+    memory = below.memory and msgspec.structs.replace(below.memory, **of_slices("activation", "weight_stash"))
+    seats, programs = [], []
+    for number, seat in enumerate(schedule.seats):
+        seats.append(msgspec.structs.replace(seat, program=number))
+        programs.append(tuple(ProgramOp(
+            op.kind, op.slice, op.microbatch, op.end_ticks * int(per_tick) - (
+                times.optimizer_ticks(seat) if op.slice is None else
+                times.duration_ticks(op.kind, op.slice, op.worker)), op.pipeline) for op in schedule.ops(seat.worker)))
+    made = msgspec.structs.replace(schedule, times=times, memory=memory, seats=tuple(seats), programs=tuple(programs))
+    ops = list(made.all_ops())
+    period = period_ticks(ops) if made.optimizer == "staggered" else \
+        max(op.end_ticks for op in ops) - min(op.start_ticks for op in ops)
+    return msgspec.structs.replace(made, period_ticks=period, lower_bound_ticks=0,
+                                   status="feasible"), schedule.period_ticks * per_tick
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), fine_jobs(), st.sampled_from(["fixed", "move"]), st.sampled_from(["split", "fused"]),
+       st.sampled_from(["staggered", "synchronous"]))
+def test_a_schedule_stays_one_with_times_rounded_down(data, job, layers, backward, optimizer):
+    down = data.draw(failures(job))
+    asked = PlanOptions(method="greedy", steps=2_000, layers=layers, backward=backward, optimizer=optimizer)
+    try:
+        schedule = plan_only(asked, job, down).schedule
+    except (NoPlanError, JobError):
+        return
+    assume(schedule.times.of_layers)
+    below = layered_problem(job, down, Question(layers=layers), backward=backward, optimizer=optimizer, down=True)
+    shorter, longest = shortened(schedule, below)
+    assert check(shorter) == [] and shorter.period_ticks <= longest
+    assert least_of(below).ticks <= longest
+    claimed = decode(encode(schedule))
+    assert claimed == schedule
+    assert schedule.lower_bound_ticks <= proven_bound(claimed).ticks <= schedule.period_ticks
+
+
+def test_nothing_is_rounded_below_the_times_of_the_job():
+    """Halves of a time of ten digits, and its sum, in ticks of a millionth of the longest op."""
+    job = grid(2, 1, 1, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1.00000051\n",
+               more="[placement]\nlayers = [2]\n")
+    tick = tick_of(job, layer_costs(job))
+    assert tick == exact(1.00000051) / FINEST
+    question = Question(layers="move")
+    above, below = (layered_problem(job, [Worker(0, 0)], question, down=down) for down in (False, True))
+    assert least_of(below).ticks * tick <= 2 * 3 + exact(1.00000051) <= least_of(above).ticks * tick
+    made = plan_only(PlanOptions(layers="move", steps=10_000), job, [Worker(0, 0)]).schedule
+    assert made.seconds(made.lower_bound_ticks) <= 7.00000051 <= made.seconds(made.period_ticks)
