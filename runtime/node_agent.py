@@ -203,8 +203,8 @@ class _NodeAgent:
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Once it was told to end."""
-        self._ended: dict[Worker, Ended] = {}
-        """How workers have ended that were not started again: node 0 may die before it has heard it."""
+        self._ended: list[Ended] = []
+        """Workers that have ended while there was no node 0."""
         self.anew = False
         """Whether node 0 begins the run anew after this one has ended."""
 
@@ -230,8 +230,9 @@ class _NodeAgent:
     def _follow(self, woken: socket.socket) -> str | None:
         """Do as the coordinator says. Raises RendezvousError when it is gone."""
         link, self._heard = self._link, time.monotonic()
-        for ended in self._ended.values():
-            link.send(ended)
+        ended, self._ended = self._ended, []
+        for end in ended:
+            link.send(end)
         with selectors.DefaultSelector() as selector:
             for one in (link, self._processes, woken):
                 selector.register(one, selectors.EVENT_READ)
@@ -254,7 +255,6 @@ class _NodeAgent:
                             return message.error
                         case StartWorker():
                             self._limit.require(message.worker)
-                            self._ended.pop(message.worker, None)
                             self._processes.do(message)
                         case KillWorker():
                             self._processes.do(message)
@@ -264,7 +264,6 @@ class _NodeAgent:
     def _report_ends(self) -> None:
         try:
             for ended in self._processes.poll():
-                self._ended[ended.worker] = ended
                 self._link.send(ended)
         except ForkServerError:
             for worker in self._processes.alive():  # node 0 would miss them anyway, but later
@@ -282,8 +281,7 @@ class _NodeAgent:
             self._notify(f"{gone}; waits {seconds:g} s for another one")
         deadline = time.monotonic() + seconds
         while self._deadline is None and time.monotonic() < deadline:
-            # The new node 0 is told who lives, and then who does not.
-            self._ended |= {ended.worker: ended for ended in self._processes.poll()}
+            self._ended += self._processes.poll()  # the new node 0 is told who lives, and then who does not
             with suppress(RendezvousError):
                 hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.alive()))
                 return self._link.follow_another(hello, RunEnded, lambda _: None)
