@@ -35,7 +35,7 @@ def proven_bound(schedule: Schedule) -> Bound:
         return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
     problem = _problem(schedule, [role for role in schedule.grid.workers() if role not in schedule.player_of])
     bound = strongest_bound(problem)
-    return bound.narrowed(Scope.ORDER) if schedule.scope is Scope.ORDER else bound
+    return Bound(bound.ticks, schedule.scope, bound.counts)
 
 
 def _exposed(schedule: Schedule) -> tuple[int, ...]:
@@ -57,15 +57,26 @@ def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
         times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
         holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
         sharing=scope is not Scope.OWN,
-        # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.
-        parts=() if scope in (Scope.OWN, Scope.STAGES) else (0,) * len(grid.stages))
+        parts=() if scope in (Scope.OWN, Scope.STAGES) else _parts(schedule))
+
+
+def _parts(schedule: Schedule) -> tuple[int, ...]:
+    """Into how many equal layers stages may be cut. Where the file does not tell what layers cost, only the work counts
+    of a stage of several."""
+    if schedule.times.of_layers:
+        return equal_parts(schedule.grid, _costs(schedule.times.of_layers))
+    return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
+
+
+def _costs(told: LayerCosts) -> LayerTicks:
+    return LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
 
 
 def _least(schedule: Schedule, told: LayerCosts) -> Bound:
     """A bound for all layouts, where layers cost at least what the file tells."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
-    costs = LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
+    costs = _costs(told)
     if memory is not None:
         others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
         memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,

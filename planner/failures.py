@@ -34,8 +34,8 @@ MEANWHILE_SECONDS = 2.0
 """Of one for other speeds, for which nobody waits."""
 LARGE_SECONDS = 10.0
 """Of one that is too large to be put together within the others."""
-LARGE = 10_000
-"""Stages of micro-batches of a large job."""
+LARGE, LARGEST = 30_000, 500_000
+"""Ops of a large plan, and of one that is found in some seconds all the same."""
 ROLES_SECONDS = 10.0
 """Of one in which workers take over other roles: several are planned."""
 SETTLED_SECONDS = 10.0
@@ -126,9 +126,11 @@ class FailurePlanner:
         return found.schedule if found is not None and fits else None
 
     def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        # Of a large job, slices would take longer to find than they bring.
-        large = job.stages * sum(job.microbatches) > LARGE
-        options = msgspec.structs.replace(self._greedy, time_limit=seconds, slices=not large)
+        options, ops = msgspec.structs.replace(self._greedy, time_limit=seconds), _most_ops(job, down)
+        if ops > LARGE:  # slices would take longer to find than they bring
+            options = msgspec.structs.replace(options, slices=False)
+        if LARGE < ops <= LARGEST and seconds == AT_ONCE_SECONDS:  # the first plan that is found
+            options = msgspec.structs.replace(options, steps=1)
         if dead_column(down, self._first.grid) is not None:
             # One of another stage, which may have taken over there before, holds its layers: roles must move.
             return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
@@ -139,6 +141,13 @@ class FailurePlanner:
         if planned.interrupted:  # it was the run that should end, not the search alone
             raise KeyboardInterrupt
         return planned.schedule
+
+
+def _most_ops(job: Job, down: tuple[Worker, ...]) -> int:
+    """How many ops differ from those of a healthy pipeline, at most: each micro-batch of a worker that is down goes to
+    another pipeline."""
+    most = max(job.microbatches)
+    return 3 * job.stages * most * min(job.pipelines, len(down) * (1 + most))
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Reductions beside compute: a plan without them is given its reductions, which occupy links (`[network] overlap`).
 
-A schedule is searched as if reductions took no time: they delay no compute op of the same iteration. Then the last
-micro-batches of each worker take routes of single layers there, so that their W can be done in order of layers, the
-last layers first: the reduction of these begins while W of others is still to be done (DDP's buckets, Li et al., VLDB
-2020, arXiv 2006.15704, where the backward itself is cut, and not its order). Ops keep their worker and their order but
+A schedule is searched as if reductions took no time: they delay no compute op of the same iteration; and, where what
+comes of that is not proven to be the best, as if they took half their time, so that who reduces most is done first. The
+last micro-batches of each worker take routes of single layers there, so that their W can be done layer by layer: the
+reduction of some begins while W of others is still to be done (DDP's buckets, Li et al., VLDB 2020, arXiv 2006.15704,
+where the backward itself is cut, from the last layer on). Ops keep their worker and their order but
 for these W. How many micro-batches are cut so is tried.
 
 What cannot be hidden is the reduction of the layers whose W is last: `bounding_problem` has bounds count it.
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
-from slipstream.planner.job.network import Network
+from slipstream.planner.job.network import Network, rounded
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
@@ -31,6 +32,10 @@ from slipstream.schedules.schedule import period_ticks as window_ticks
 CUT = (1, 2, 3, 4, 6, 8, 12)
 """Micro-batches of each worker that are cut, the last ones; the number with the shortest period counts."""
 FEW = (2, 6)
+HALF = 0.5
+"""Of their time, that reductions are taken to occupy workers where more is searched."""
+AT_FIRST = {"fixed": 0.5, "move": 0.2}
+"""Of the time limit, what the search without them has: with layers in place its plan is often proven to be the best."""
 LARGE = 200_000
 """Of so many ops, only the middle of these is tried."""
 ROUNDED = 1e-5
@@ -46,9 +51,10 @@ def overlaps(job: Job) -> bool:
     return job.network.overlap and any(job.time.all_reduce)
 
 
-def without_reductions(job: Job) -> Job:
-    """The job as if reductions took no time."""
-    return replace(job, network=Network(), time=replace(job.time, all_reduce=(0.0,) * len(job.time.all_reduce)))
+def without_reductions(job: Job, share: float = 0.0) -> Job:
+    """The job as if reductions took no time, or such a share of it, and occupied workers."""
+    return replace(job, network=Network(), time=replace(
+        job.time, all_reduce=tuple(rounded(share * seconds) for seconds in job.time.all_reduce)))
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
@@ -152,10 +158,12 @@ class _Overlapped:
             list(memory.activation), list(memory.weight_stash))
         self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
+        self._turn: dict[int, int] = {}
 
     def schedule(self) -> Schedule:
         """It, without a bound."""
         old = self._old
+        self._turn = self._turns()
         parts = [self._divided(program) for program in old.programs]
         reductions = sorted({layers for one in parts for layers in one.reduced})
         for layers in reductions:
@@ -177,6 +185,25 @@ class _Overlapped:
         seconds = _Reductions(self._job)
         return (*(round(exact(one) / tick) for one in stages),
                 *(round(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
+
+    def _turns(self) -> dict[int, int]:
+        """[layer] the turn in which its W is done, where there is a choice. Of two machines that jobs pass one after
+        the other, here W of a worker and then its link, all are done earliest by Johnson's rule (Nav. Res. Logist. Q.
+        1, 1954): first those that take the first for a shorter time, shortest first; then those that take the second
+        for the longest."""
+        if not self._count or self._costs is None:
+            return {}
+        pieces = {piece for program in self._old.programs for op in program if op.kind is OpKind.A
+                  for piece in self._cut(self._old.layers_of(op.slice or 0))}
+        seconds = _Reductions(self._job)
+
+        def rule(piece: LayerRange) -> tuple[bool, Fraction, int]:
+            assert self._costs is not None
+            weights = self._costs.backward_weight[slice(*piece)]
+            first, second = self._count * sum(weights, Fraction(0)), seconds.of(piece)
+            return first >= second, first if first < second else -second, -piece[0]
+
+        return {layer: turn for turn, piece in enumerate(sorted(pieces, key=rule)) for layer in range(*piece)}
 
     def _divided(self, program: Program) -> _Parts:
         """A program with its last micro-batches cut."""
@@ -205,7 +232,8 @@ class _Overlapped:
             else:
                 ops += reversed(cut)
                 if op.kind is OpKind.I:  # from now on, their W may be done
-                    waiting += [(-self._layers[one.slice or 0][0], len(ops) + place, replace(one, kind=OpKind.W))
+                    waiting += [(self._turn[self._layers[one.slice or 0][0]], len(ops) + place,
+                                 replace(one, kind=OpKind.W))
                                 for place, one in enumerate(reversed(cut))]
         return _Parts(ops, pieces)
 

@@ -36,7 +36,8 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         return Proposals(problem)
-    question = Question(layers=options.layers, sliced=options.slices, from_checkpoint=options.from_checkpoint)
+    sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
+    question = Question(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
     given, below = (
         layered_problem(job, failed, question, backward=options.backward or "split",
                         optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
@@ -63,8 +64,9 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
 
 
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Whether slices can shorten the plan of the problem as it is."""
-    return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
+    """Whether layouts can be better than the problem as it is: with slices, or where that may have too little room."""
+    return problem is not None and (
+        problem.roomier or (options.slices and problem.sliced and problem.grid.chains == 1))
 
 
 def least_of(below: Problem) -> Bound:

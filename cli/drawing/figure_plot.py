@@ -2,6 +2,7 @@
 
 import io
 import textwrap
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -75,9 +76,9 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
-    many = len(figure.x) > MOST_BESIDE
+    slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
-                    **({"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if many else {}))
+                    **(slanted if len(figure.x) > MOST_BESIDE else {}))
 
 
 def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":

@@ -61,7 +61,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
         renamed, names = by_runner(problem) if problem.grid.chains == 1 else (problem, None)
         return tuple(Piece(problem=part_of(renamed, copies[0]), copies=tuple(copies), names=names)
                      for copies in components(renamed))
-    if problem.slow:
+    if problem.slow or problem.roomier:
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
     if not dead:

@@ -22,15 +22,17 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
                   sliced: bool = False) -> Problem:
     """Translate a job to ticks.
 
-    `sharing` is on unless given where it can gain something: where workers are down or slow, or pipelines have
-    different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that are cut, too.
+    `sharing` is on unless given where it can gain something: where workers are down, slow or have rooms of their own,
+    or pipelines have different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that
+    are cut, too.
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     job = with_shared_state(job, failed)
     grid = grid_of(job)
     tick = tick_of(job)
     if sharing is None:
-        sharing = bool(failed or job.time.slow or len(set(job.microbatches)) > 1)
+        rooms = job.memory.capacity_of if job.memory else ()
+        sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
     problem = held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
                            memory=memory_in_units(job, unit_of(job)), holds=in_place(grid, failed), backward=backward,
                            optimizer=optimizer, sharing=sharing, parts=_parts(job) if sharing and sliced else ())

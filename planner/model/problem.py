@@ -111,6 +111,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(worker.per_mille != 1000 for worker in self.workers.values())
 
     @cached_property
+    def roomier(self) -> bool:
+        """Whether some live workers have more room than others of their column."""
+        return len({(worker.column, one.room) for worker, one in self.workers.items()}) > \
+            len({worker.column for worker in self.workers})
+
+    @cached_property
     def column_of(self) -> tuple[int, ...]:
         """The worker column of each virtual stage."""
         return tuple(stage.column for stage in self.grid.stages)

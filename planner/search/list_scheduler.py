@@ -17,7 +17,7 @@ from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.solution import Solution
 from slipstream.planner.model.start_times import timed
 from slipstream.planner.search.assignment import assign
-from slipstream.schedules.schedule import OpKind
+from slipstream.schedules.schedule import OpKind, Worker
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
@@ -132,7 +132,6 @@ class ListScheduler:
         for first in self._first:
             done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
         if done < len(order):
-            assert self.arrays.problem.assigned, "list scheduler left ops out"
             raise StuckError
         return order
 
@@ -282,23 +281,24 @@ def _by_column(problem: Problem) -> ReservedMemory:
     most = tuple(map(problem.hold, stages))
     ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of(problem.column_of[stage])
                                     if grid.original(other) > grid.original(stage)) for stage in stages)
-    memory = problem.memory
-    if memory is None or (all(ample[stage] <= memory.capacity[problem.column_of[stage]] for stage in stages)
-                          and not _starves(problem)):
+    room = [min((problem.room(Worker(pipeline, column)) for pipeline in live), default=0)
+            for column, live in enumerate(problem.live_by_column)]
+    if problem.memory is None or (all(ample[stage] <= room[problem.column_of[stage]] for stage in stages)
+                                  and not _starves(problem, room)):
         return ReservedMemory(most, ample, chains_in_turn=False)
     return ReservedMemory(tuple(map(problem.activation, stages)), tuple(map(problem.least_room, stages)),
                     chains_in_turn=True)
 
 
-def _starves(problem: Problem) -> bool:
+def _starves(problem: Problem, room: Sequence[int]) -> bool:
     """Whether room for the stash of all in flight, where it is more than the activation, keeps too many from starting.
 
     So it is where activations are computed again: hardly anything is held until I, and then as much as ever.
     """
-    grid, memory = problem.grid, problem.memory
-    return grid.chains == 1 and memory is not None and any(
+    grid = problem.grid
+    return grid.chains == 1 and any(
         problem.stash(stage) > problem.activation(stage)
-        and memory.capacity[problem.column_of[stage]] < (grid.depth - stage) * problem.stash(stage)
+        and room[problem.column_of[stage]] < (grid.depth - stage) * problem.stash(stage)
         for stage in range(grid.depth))
 
 

@@ -5,6 +5,7 @@ waits for anything.
 """
 
 import asyncio
+import gc
 import socket
 import time
 import traceback
@@ -207,6 +208,8 @@ class EventLoop:
             self._carry_out(effect)
         if (self.state.number, self.state.log.next_iteration) != (before.number, before.log.next_iteration):
             self._stall.progressed()
+        if self.state.number == 1 > before.number:
+            gc.freeze()  # connections and modules stay: the collector need not look at them again and again
 
     def _carry_out(self, effect: object) -> None:
         match effect:

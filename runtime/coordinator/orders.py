@@ -42,6 +42,7 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
     """
     before, rules = step.state, step.rules
     live, first, number = frozenset(schedule.seat_of), before.log.next_iteration, before.number + 1
+    vain = isinstance(before.phase, Training) and before.phase.ended and not before.phase.started
     told, slow = before.everyone, before.slow.order_begins(number, schedule, first, step)
     settler = step.state.settler
     settles = join is not None and schedule is not before.current  # else parts of optimizer states alone are cut anew
@@ -49,6 +50,7 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
         settler = replace(settler, closed=(number, join.speeds))
     step.change(
         current=schedule, members=live, number=number, paused=PersistentMap(), cut_for=cut_for, answers={},
+        vain=before.vain + 1 if vain else 0,
         phase=Training(began=first, without_microbatches=_without_microbatches(schedule)),
         recovery=before.recovery.ordered(
             live - before.members, at=step.at, settled=join is not None and join.settles,

@@ -88,6 +88,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Its first iteration."""
     ended: bool = False
     """Whether `EndOrder` has been sent."""
+    started: bool = False
+    """Whether a member has begun its first op."""
     stop_before: int | None = None
     """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
     save_before: int | None = None
@@ -132,6 +134,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
     stopping: bool = False
     """Whether the run is to end at the next iteration, with a checkpoint."""
+    vain: int = 0
+    """Orders, the last ones before the present one, in which nobody has begun."""
     cut_for: CutFor = {}
     """Of the present order, the ranges whose parts stay as they are, as some have gone who keep them."""
     corpus: tuple[str, Worker] | None = None

@@ -48,7 +48,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slipstream.schedules.schedule import LayerRange, OpKind, Worker
@@ -149,8 +149,8 @@ class _Watched:
 
     def copy(self) -> "_Watched":
         """One that changes by itself."""
-        return replace(self, slower=self.slower.copy(), faster=self.faster.copy(), history=self.history.copy(),
-                       pending=list(self.pending), waiting=list(self.waiting))
+        return _Watched(self.factor, self.slower.copy(), self.faster.copy(), self.history.copy(), list(self.pending),
+                        list(self.waiting), self.recoveries, self.spread, self.added)
 
     def allowance(self, spread: float) -> float:
         """What is taken off the observations that may tell of a recovery."""

@@ -49,6 +49,11 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Worker
 
+VAIN = 2
+"""Orders, one after the other, may end at once before anybody has begun, as where several die."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+"""From one such order to the next, from then on, each time twice as long: refused connections may have left threads."""
+
 
 class Lost(NamedTuple):
     """A worker is gone."""
@@ -124,6 +129,8 @@ def _advance(step: Step) -> None:
         case Gathering():
             if len(state.live) >= len(state.members) and all(worker in state.live for worker in state.members):
                 next_order.give(step)
+        case Training() if state.all_paused and not state.phase.started and step.at < _next_try(state):
+            pass
         case Training() if state.all_paused:
             if state.slow.decision is None or state.joins.complete:
                 step.change(recovery=state.recovery.begin(step.at))
@@ -132,6 +139,12 @@ def _advance(step: Step) -> None:
             boundary.look(step, state.phase)
         case Finishing(outdated=True):
             next_order.give(step)
+
+
+def _next_try(state: RunState) -> float:
+    """When the next order may be given where one after the other ends before anybody has begun. By time.monotonic."""
+    tries = state.vain - VAIN
+    return state.recovery.ordered_at + min(FIRST_PAUSE_SECONDS * 2**tries, LONGEST_PAUSE_SECONDS) if tries >= 0 else 0.0
 
 
 def _handle(step: Step, event: Event) -> None:
@@ -233,6 +246,7 @@ def _started(step: Step, report: Started) -> None:
     state = step.state
     if not isinstance(state.phase, Training) or report.order != state.number or state.phase.ended:
         return  # it began late, in an order that another recovery has ended
+    step.change(phase=replace(state.phase, started=True))
     step.change(recovery=state.recovery.end(state.log.next_iteration, len(state.members), step.at))
     if len(step.state.recovery.recoveries) > len(state.recovery.recoveries):
         recovery = step.state.recovery.recoveries[-1]

@@ -214,9 +214,13 @@ class ProcessManager:
         self._dead.difference_update(self.workers_of(node))
 
     def node_found(self, node: int, alive: Collection[Worker]) -> None:
-        """A node is there that has followed another coordinator, with these of its workers."""
+        """A node is there that has followed another coordinator, with these of its workers. The others have crashed;
+        that coordinator may have been about to start them again."""
         workers = set(self.workers_of(node))
-        self._dead = (self._dead - workers) | (workers - set(alive))
+        missing = workers - set(alive)
+        self._dead = (self._dead - workers) | missing
+        for worker in sorted(missing):
+            self._crashed(worker)
 
     def start_missing(self) -> None:
         """Start the workers of node 0 that do not live: the node has been started again. One that had lost a process
@@ -248,6 +252,8 @@ class ProcessManager:
             self._crashed(worker)
 
     def _crashed(self, worker: Worker) -> None:
+        if worker in self._again:
+            return
         now = time.monotonic()
         self._faults, verdict = self._faults.add(worker, self.workers_of(self._nodes.get(worker, 0)), now)
         if verdict.pause_seconds is not None:

@@ -138,7 +138,8 @@ class Exchange:
         source, made = self._mine[place].source, (rounds, self._mine[place].made)
         for kept in (self._left_before, self._leaving):
             for left in [left for left in kept if left.target == source and left.taken <= made]:
-                left.outgoing.wait()
+                if self._session.ordered:  # NCCL holds the tensor until a stream waits for it
+                    left.outgoing.wait()
                 kept.remove(left)
 
     def _number(self, iteration: int, name: TensorName) -> int | None:

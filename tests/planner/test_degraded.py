@@ -13,7 +13,8 @@ from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.costs import Room
 from slipstream.schedules.memory import memory_peaks, room
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import Scope, Worker
+from tests.jobs import grid
 
 SLOW = Worker(1, 0)
 
@@ -94,3 +95,14 @@ def test_others_who_are_down_leave_more_state_to_each():
 def test_baselines_take_all_workers_to_have_the_same_room(method):
     with pytest.raises(NoPlanError, match=f"{method} takes all workers to have the same room; expected"):
         plan_job(with_degraded(job(6, 2), [SLOW]), method=method)
+
+
+def test_a_worker_with_a_room_of_its_own_is_planned_as_others_are():
+    """Whole stages in place were never planned then: 559 ticks was the bound of this job, whose plans take 970."""
+    more = "[placement]\norder = 'interleaved'\nchunks = 2\n" \
+           "[memory]\ncapacity = 16\nactivation = 1\nweight_stash = 1\n"
+    times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 2\noptimizer = 5\n"
+    given = grid(2, 4, 8, times=times, more=f"{more}capacity_of = {{'0.1' = 12}}\n")
+    made = plan_job(given, [Worker(1, 2)], steps=120_000).schedule
+    assert check(made) == [] and made.scope is Scope.STAGES
+    assert made.period_ticks == made.lower_bound_ticks == 970

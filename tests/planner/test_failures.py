@@ -33,3 +33,21 @@ def test_a_job_too_large_to_be_planned_at_once_has_more_time(monkeypatch, enough
     else:
         schedule = failures.after(asked)
         assert schedule.failed == asked and not check(schedule)
+
+
+def test_the_first_answer_to_a_failure_of_a_large_job_is_the_first_plan_whatever_the_machine_does(monkeypatch):
+    """It takes one step, and cuts no micro-batch; the same failure has the same answer again."""
+    job, asked = grid(80, 2, 80), []
+
+    def plan(options, job, down):
+        asked.append(options)
+        return plan_only(options, job, down)
+
+    failures = FailurePlanner(job, plan_only(PlanOptions(method="greedy", steps=1), job, ()).schedule)
+    monkeypatch.setattr(failures_module, "plan_only", plan)
+    schedule, again = failures.after((Worker(1, 1),)), failures.after((Worker(1, 1),))
+    assert schedule == again and not check(schedule) and not schedule.slices
+    assert [(one.steps, one.slices) for one in asked] == [(1, False)] * 2
+    small = FailurePlanner(JOB, FIRST)
+    small.after((Worker(1, 1),))
+    assert asked[-1].steps is None and asked[-1].slices

@@ -168,3 +168,16 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
         counts.append(len(made))
         made.clear()
     assert counts[0] <= 7 < counts[1], "ten, if each had the same share"
+
+
+def test_stages_that_are_uneven_are_cut_anew_with_all_workers_alive():
+    """The last stage has a head beside its layers: each micro-batch takes it 4.2 s, the others 3 s."""
+    stages = [1.0, 1.0, 1.0, 1.4]
+    head = f"{[1] * 16 + [1.6]}"
+    job = grid(2, 4, 16, times=f"forward = {stages}\nbackward_input = {stages}\nbackward_weight = {stages}\n",
+               more="[placement]\nlayers = [4, 4, 4, 5]\n[memory]\ncapacity = 8\n"
+                    f"[layers]\nforward = {head}\nbackward_input = {head}\nbackward_weight = {head}\n")
+    moved, fixed = (plan_only(PlanOptions(method="greedy", steps=100_000, layers=layers), job, []).schedule
+                    for layers in ("move", "fixed"))
+    assert fixed.seconds(fixed.period_ticks) >= 16 * 4.2
+    assert moved.seconds(moved.period_ticks) <= 0.95 * fixed.seconds(fixed.period_ticks)

@@ -1,5 +1,6 @@
 """What the coordinator decides, told by hand what workers report."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -12,7 +13,7 @@ from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUS
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.transition import Disconnected, Look, Lost, transition
+from slipstream.runtime.coordinator.transition import LONGEST_PAUSE_SECONDS, Disconnected, Look, Lost, transition
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event, NodeLost
 from slipstream.runtime.failure_domains import FailureDomains
@@ -228,6 +229,24 @@ def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(r
     run.paused(MEMBERS[:2])
     assert run.started(Worker(0, 0), 2).reasons == ("killed",)
     assert run.started(Worker(0, 1), 2) is None and len(run.recoveries) == 1
+
+
+def test_between_orders_that_end_before_anybody_has_begun_pauses_grow(run):
+    """A connection that is refused may be refused again, and leave something behind each time."""
+    given = []
+    for _ in range(2000):
+        if len(given) < run.state.number:
+            given.append(run.state.recovery.ordered_at)
+            for worker in MEMBERS:
+                run.happens(Paused(worker, run.state.number, ((0, 4),), None, "refused"))
+        run.now += 0.25
+        run.happens(Look())
+    pauses = [later - at for at, later in itertools.pairwise(given)]
+    assert max(pauses[:2]) <= 0.25 and pauses[2:7] == [0.5, 1.0, 2.0, 4.0, 8.0] and max(pauses) == LONGEST_PAUSE_SECONDS
+    run.now += LONGEST_PAUSE_SECONDS
+    run.happens(Look(), Started(MEMBERS[0], run.state.number + 1))
+    run.paused()
+    assert run.state.vain == 0
 
 
 def test_another_death_while_a_schedule_is_planned_is_planned_for():

@@ -75,6 +75,21 @@ def test_a_worker_is_started_again_after_its_pause_unless_it_has_ended_well(monk
                      "worker 0.0 stays out: 2 faults within an hour"]
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_who_had_crashed_when_another_coordinator_died_is_started_again(monkeypatch, told):
+    """That one was told, and could not start it any more; or nobody was, and the node tells of it now: one fault."""
+    clock, sent = Clock(), []
+    monkeypatch.setattr(process_manager, "time", clock)
+    manager = ProcessManager(Local(), {ONE: 1, OTHER: 1}, absent=[ONE, OTHER], faults_per_hour=1)
+    manager.connect(lambda node, command: sent.append((node, command)), lambda _: None)
+    manager.node_found(1, [OTHER])
+    if told:
+        manager.ended(Ended(ONE, -9))
+    clock.now += 1.0
+    manager.look()
+    assert sent == [(1, StartWorker(ONE))]
+
+
 @pytest.mark.slow
 def test_a_worker_that_somebody_kills_takes_part_again_and_the_numbers_are_the_same(fork_server, tmp_path):
     killed = []

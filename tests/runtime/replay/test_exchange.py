@@ -15,13 +15,11 @@ from tests.runtime.running import schedule_for
 FORM = ((1,), torch.float64)
 
 
-class Sent(NamedTuple):
-    target: Worker
-    tag: int
-    still: list[int]
+class Sent:
+    """What is kept of it is what is held."""
 
     def wait(self) -> None:
-        self.still[0] -= 1
+        """It has gone."""
 
 
 class Came(NamedTuple):
@@ -36,11 +34,15 @@ class Alone:
     device = torch.device("cpu")
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.still = worker, [0]
+        self.worker, self._sent = worker, weakref.WeakSet()
+
+    def held(self):
+        return len(self._sent)
 
     def send(self, payload, target, tag, own_rank):
-        self.still[0] += 1
-        return Sent(target, tag, self.still)
+        sent = Sent()
+        self._sent.add(sent)
+        return sent
 
     def receive(self, shape, dtype, source, tag, own_rank):
         return Came()
@@ -70,12 +72,12 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
                 if rule.tensor:
                     exchange.give(iteration, TensorName(rule.tensor, *other[1:]), torch.zeros(1, dtype=torch.float64))
                     sent += 1
-            most = max(most, one.still[0])
+            most = max(most, one.held())
         exchange.end_iteration()
     assert sent == 3 * microbatches * (1 if stage in (0, 2) else 2)
     assert most <= 5
     exchange.flush()
-    assert one.still[0] == 0
+    assert one.held() == 0
 
 
 def test_who_is_left_behind_keeps_nothing_that_is_under_way():
