@@ -39,7 +39,6 @@ from slipstream.runtime.model.layers.layered_model import model_for, parameter_d
 from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
 from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
 from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
-from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
 from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
@@ -136,8 +135,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
 def _layers(config: RunConfig) -> int:
     """How many the model has. Raises ConfigError."""
     training = config.training
-    with standing_in(training.tensor_parallel):
-        return model_for(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
+    return model_for(config.model, 0, parameter_dtype(training), torch.device(training.device)).layers
 
 
 def _first(own: Own) -> Schedule:

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import run
+from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.protocol.failure_injection import Injection
@@ -127,6 +128,16 @@ def test_a_checkpoint_of_torchtitan_is_where_layers_begin(tmp_path):
 
 
 @installed
-def test_workers_of_several_ranks_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, and layers of model\.torchtitan"):
-        run(schedule_for(grid(2, 2, 2)), config(tensor_parallel=2), out=tmp_path / "run")
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_workers_of_two_ranks_have_the_numbers_of_one_process(tmp_path, name):
+    job = grid(2, 2, 2)
+    result = run(schedule_for(job), config(name, clip_norm=1.0, tensor_parallel=2), out=tmp_path / "run",
+                 resilience=Resilience(scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
+                                       injections=(Injection(Worker(1, 1), 3, 1),)))
+    assert len(result.recoveries) == 1
+    expected = judge(config(name, clip_norm=1.0), (2, 2), 6)
+    assert result.losses == pytest.approx(expected.losses, abs=1e-9)
+    for parameter, value in load_parameters(result.out).items():
+        wanted = expected.parameters.get(parameter)  # what is tied is named by the first layer there
+        torch.testing.assert_close(value, expected.parameters["0.tok_embeddings.weight"] if wanted is None else wanted,
+                                   rtol=0, atol=1e-9)

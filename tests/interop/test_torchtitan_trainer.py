@@ -93,8 +93,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(("dtype", "options"), [
     ("float64", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3",
                  "--slipstream.return", "1.1@6", "--slipstream.kill", "0.0@12"]),
-    ("float64", ["--parallelism.data_parallel_replicate_degree", "3", "--slipstream.kill", "1.1@2",
-                 "--slipstream.kill", "2.1@4"]),
+    ("float64", ["--parallelism.data_parallel_replicate_degree", "3", "--parallelism.pipeline_parallel_microbatch_size",
+                 "1", "--slipstream.kill", "1.1@2", "--slipstream.kill", "2.1@18", "--slipstream.settle", "0.5",
+                 "--dataloader.pause", "0.2"]),
     ("float32", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3"]),
 ])
 def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options):

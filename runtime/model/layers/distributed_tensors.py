@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.runtime.model.layers.shards import Shard, put_parameter, shards_of
 
 Placed = Mapping[str, tuple[Any, tuple[Any, ...]]]
-"""By the names of parameters, their device mesh and placements on it."""
+"""By the names of parameters and buffers, their device mesh and placements on it."""
 
 
 def with_local_parameters(module: nn.Module) -> nn.Module:
@@ -32,6 +32,12 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
                 shards[name] = Shard(placement.dim)
         local = found.detach().to_local()
         put_parameter(module, name, nn.Parameter(local, requires_grad=found.requires_grad))
+    for name, buffer in list(module.named_buffers()):
+        found = buffer
+        if hasattr(found, "placements"):
+            placed[name] = found.device_mesh, found.placements
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, found.to_local())
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module
@@ -44,5 +50,6 @@ def as_called(module: nn.Module, parameters: Mapping[str, Tensor] | None = None)
         return {}
     from torch.distributed.tensor import DTensor  # takes a second
 
-    return {name: DTensor.from_local(module.get_parameter(name) if parameters is None else parameters[name],
-                                     mesh, placements, run_check=False) for name, (mesh, placements) in placed.items()}
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())} if parameters is None else parameters
+    return {name: DTensor.from_local(own[name], mesh, placements, run_check=False)
+            for name, (mesh, placements) in placed.items()}

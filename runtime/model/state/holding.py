@@ -280,7 +280,8 @@ def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
     with GENERATORS, torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies(layer).items():
-            module.get_parameter(name).copy_(model.build(first.layer).get_parameter(first.name))
+            other = with_local_parameters(model.build(first.layer))
+            module.get_parameter(name).copy_(other.get_parameter(first.name))
         return module.to(model.device)
 
 

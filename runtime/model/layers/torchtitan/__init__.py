@@ -2,6 +2,7 @@
 
     specification  what `[model] torchtitan` names, and which models of it can be cut into layers
     model          the `LayeredModel`
+    ranks          layers over the ranks of a worker, as torchtitan cuts them
     weights        its checkpoints (torch.distributed.checkpoint), read layer by layer
     training       what torchtitan's Trainer is configured to do, as the configuration of a run
     trainer_state  the state of that Trainer, as a run's checkpoint, and back

@@ -1,8 +1,9 @@
 """A decoder of torchtitan as a `LayeredModel`: the embedding, then its decoder layers, then norm and head."""
 
 import copy
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.torchtitan.ranks import copied, cut_over_ranks, on_ranks, whole
 from slipstream.runtime.model.layers.torchtitan.specification import KEY, needs_masks, sample_of, trainer_config
 from slipstream.runtime.model.layers.torchtitan.weights import load_layer
 from slipstream.runtime.model.layers.unfilled import is_unfilled
@@ -28,10 +30,6 @@ class Torchtitan:
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed, self._dtype, self.device = seed, dtype, device
-        group = worker_group()
-        if group is not None and group.size() > 1:
-            raise ConfigError(f"training.tensor_parallel is {group.size()}, and layers of {KEY} are not cut over "
-                              "ranks; expected 1")
         with GENERATORS:
             self._trainer = trainer_config(config)
             self._sample = sample_of(self._trainer, device)
@@ -62,8 +60,11 @@ class Torchtitan:
                     module.init_states()  # type: ignore[operator]
                 if self._folder is not None and not is_unfilled():
                     load_layer(module, self._folder)
+            if worker_group() is not None:
+                module = cut_over_ranks(module, self._on_meta(layer), device)
             # Their fused products are written as their parts; the runtime wants each parameter as it is stepped.
             without_state_hooks(module)
+        module.again = functools.partial(self.build, layer)  # type: ignore[assignment]
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -99,10 +100,19 @@ class _Part(nn.Module):
     """In front of torchtitan's own class: positions come from the micro-batch, and masks from them."""
 
     _masks: "_Masks | None"
+    again: Callable[[], nn.Module]
+    """Makes the same layer on the meta device."""
     layers: nn.ModuleDict
 
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Tokens or features to features or logits."""
+        """Tokens or features to features or logits; between layers all ranks of a worker have them whole."""
+        return whole(self._forward(on_ranks(given, self), batch))
+
+    def __deepcopy__(self, _: object) -> nn.Module:
+        with torch.device("meta"):
+            return copied(self, self.again())
+
+    def _forward(self, given: Tensor, batch: Batch | None) -> Tensor:
         positions = getattr(batch, "positions", None)
         if not self.layers or self._masks is None:
             found: Tensor = super().forward(given, positions=positions)

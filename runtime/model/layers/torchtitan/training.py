@@ -53,7 +53,6 @@ def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) 
          "learning_rate_schedule": f"{rate.__module__}:{rate.__name__}",
          "dtype": _DTYPES[training.mixed_precision_param if training.dtype == "float32" else training.dtype],
          "data": "torchtitan", "loss_weights": "tokens", "device": device_type,
-         "tensor_parallel": config.parallelism.tensor_parallel_degree,
          "recompute": "full" if isinstance(config.activation_checkpoint, FullAC.Config) else "none",
          "options": {"arguments": list(arguments)}})
 
@@ -85,7 +84,7 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     yield (degrees.data_parallel_shard_degree > 1,
            f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
            "pipelines, as --parallelism.data_parallel_replicate_degree")
-    for name in ("context_parallel_degree", "expert_parallel_degree"):
+    for name in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
         yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
     yield config.compile.enable, "--compile.enable", "--compile.no-enable"
     yield training.enable_cpu_offload, "--training.enable_cpu_offload", "it without"
