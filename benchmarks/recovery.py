@@ -6,7 +6,7 @@ Trains layers that sleep through their ops, so that two cores are enough for six
 as it is told to. Again and again a worker is killed at some moment, by SIGKILL from outside, and comes back. Prints
 the median and the worst of
 
-    pause        from the kill to the first op that is run again
+    pause        from the kill until the last worker begins its first op again
     commit gap   from the last iteration that was committed before to the first one after: what was lost of an
                  iteration, the pause, and the iteration that is run again on the workers that are left
 
@@ -74,7 +74,7 @@ class Killer:
             self.began.append(time.monotonic())
 
     def pauses(self) -> list[float]:
-        """From each kill to the first op after it."""
+        """From each kill until the last worker has begun its first op after it."""
         return [began - killed for killed, began in zip(self.killed, self.began, strict=True)]
 
     def gaps(self) -> list[tuple[float, float]]:
@@ -132,8 +132,8 @@ def main() -> None:
     gaps, lost = zip(*(pair for one in runs for pair in one.gaps()), strict=True)
     iteration = statistics.median(one.iteration_seconds() for one in runs)
     median = statistics.median(gaps)
-    print(f"{len(pauses)} kills, iterations of {iteration * 1e3:.0f} ms; pause, from SIGKILL to the first op that is "
-          f"run again: median {statistics.median(pauses) * 1e3:.0f} ms, worst {max(pauses) * 1e3:.0f} ms\n"
+    print(f"{len(pauses)} kills, iterations of {iteration * 1e3:.0f} ms; pause, from SIGKILL until the last worker "
+          f"begins again: median {statistics.median(pauses) * 1e3:.0f} ms, worst {max(pauses) * 1e3:.0f} ms\n"
           f"commit gap: median {median * 1e3:.0f} ms, worst {max(gaps) * 1e3:.0f} ms; before the kill of it: median "
           f"{statistics.median(lost) * 1e3:.0f} ms")
     sys.exit(statistics.median(pauses) > PAUSE_LIMIT_SECONDS or median > iteration + GAP_LIMIT_SECONDS)

@@ -162,7 +162,7 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """After failures, or a join, the first member begins its first op."""
+    """After failures, or a join, all members have begun their first op."""
 
     pause: Seconds
     """From the first failure, or from when all had stopped."""

@@ -525,7 +525,7 @@ def _planned_later(world: World) -> Iterator[None]:
 
         world.loop.call_later(world.random.choice((0.05, 0.5, 4.0)), answer)
 
-    with mock.patch.object(event_loop, "apart", background):
+    with mock.patch.object(event_loop, "background_for", lambda _: background):
         yield
 
 

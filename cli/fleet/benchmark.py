@@ -435,11 +435,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                       cpu_seconds=self.cpu_seconds | {result.case.name: cpu_seconds})
 
 
+_REPORT = msgspec.json.Decoder(Report)
+
 def read_report(path: Path) -> Report:
     """Read a report of this version of the set. Raises ValueError, whose message names the file."""
     data = read_at_most(path, MAX_BYTES, ValueError)
     try:
-        report = msgspec.json.decode(data, type=Report)
+        report = _REPORT.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}; expected what `slipstream benchmark` writes") from None
     changed = [one.case.name for one in report.cases if one.case != CASES.get(one.case.name)]

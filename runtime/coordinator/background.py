@@ -1,7 +1,7 @@
 """Long work beside the event loop: in a process of its own where the system can fork one safely, else in a thread.
 
-A thread would take turns with the event loop, which then answers late: for 1,000 workers, a plan takes half a second.
-A forked process has all that it needs, as the job and tables, without a copy being sent.
+For a large job, a thread would take turns with the event loop, which then answers late: for 1,000 workers, a plan takes
+half a second. A forked process has all that it needs, as the job and tables, without a copy being sent.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ from slipstream.schedules.schedule import Schedule
 T = TypeVar("T")
 Done = Callable[[T | BaseException], None]
 
+FEW = 64
+"""Workers."""
 NICENESS = 10
 """Of work that nobody waits for: the workers of this machine go first."""
 
@@ -67,8 +69,18 @@ def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) ->
     in_thread(lambda: _answer_of(process, ours), done)
 
 
-apart: Background = in_process if sys.platform == "linux" else in_thread
-"""On other systems, libraries may not be used in a forked process."""
+def background_for(workers: int) -> Background:
+    """Where a job of so many workers is planned. Few are planned for within milliseconds: to fork this process, and to
+    touch its memory anew there, takes longer, and is left to plans that nobody waits for. On other systems than Linux,
+    libraries may not be used in a forked process.
+    """
+    if sys.platform != "linux":
+        return in_thread
+    return in_process if workers > FEW else _in_thread_if_awaited
+
+
+def _in_thread_if_awaited(work: Callable[[], T], done: Done[T], *, awaited: bool = True) -> None:
+    (in_thread if awaited else in_process)(work, done, awaited=awaited)
 
 
 def tried(work: Callable[[], T]) -> T | BaseException:

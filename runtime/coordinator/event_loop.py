@@ -14,7 +14,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.background import apart
+from slipstream.runtime.coordinator.background import background_for
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
@@ -104,7 +104,7 @@ class EventLoop:
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(run.scheduler, run.at_speeds, run.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
-            partial(_divided, run), apart)
+            partial(_divided, run), background_for(len(list(run.schedule.grid.workers()))))
         setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())

@@ -22,7 +22,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Workers that take part from then on."""
     seconds: float
-    """The pause: from the first death, or from when all had stopped, until the first worker began its first op."""
+    """The pause: from the first death, or from when all had stopped, until the last worker began its first op."""
     broken: str | None = None
     """Where it began with a connection that broke: who lost it, to whom, and why."""
     meanwhile: int = 0
@@ -104,7 +104,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, back_to=before, repeated=self.repeated + repeated)
 
     def end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
-        """A member runs its first op: that ends the recovery, where there is one."""
+        """All members have begun their first op: that ends the recovery, where there is one."""
         if self.began is None:
             return self
         recovery = Recovery(

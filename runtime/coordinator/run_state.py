@@ -88,8 +88,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Its first iteration."""
     ended: bool = False
     """Whether `EndOrder` has been sent."""
-    started: bool = False
-    """Whether a member has begun its first op."""
+    started: PersistentMap[Worker, None] = PersistentMap()
+    """Members that have begun their first op."""
     stop_before: int | None = None
     """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
     save_before: int | None = None

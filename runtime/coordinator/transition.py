@@ -242,11 +242,14 @@ def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
 
 
 def _started(step: Step, report: Started) -> None:
-    """A member begins its first op, which may end a recovery."""
+    """A member begins its first op. The last one ends a recovery, where there is one."""
     state = step.state
     if not isinstance(state.phase, Training) or report.order != state.number or state.phase.ended:
         return  # it began late, in an order that another recovery has ended
-    step.change(phase=replace(state.phase, started=True))
+    started = state.phase.started.adding(report.worker, None)
+    step.change(phase=replace(state.phase, started=started))
+    if len(started) < len(state.members):
+        return
     step.change(recovery=state.recovery.end(state.log.next_iteration, len(state.members), step.at))
     if len(step.state.recovery.recoveries) > len(state.recovery.recoveries):
         recovery = step.state.recovery.recoveries[-1]

@@ -89,7 +89,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A worker has met the others, has its layers, and begins its first op. The first of them ends a recovery."""
+    """A worker has met the others, has its layers, and begins its first op. The last of them ends a recovery."""
 
     worker: Worker
     order: int

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.event_log import EventLog, digest_of
 from slipstream.runtime.events import (
     CheckpointWritten,
     Failed,
@@ -36,7 +36,10 @@ class Writer:
         self.folder, self.begin, self.now, self.iteration, self.orders = folder, 1e9, 0.0, 0, 0
         self.events, self.losses = [], []
         log = EventLog(folder)
-        self.whole, self.broken = (log.keep(codec.encode(schedule_for(JOB, failed))) for failed in ([], [str(DEAD)]))
+        whole, broken = (codec.encode(schedule_for(JOB, failed)) for failed in ([], [str(DEAD)]))
+        log.keep(whole)
+        log.keep(broken)
+        self.whole, self.broken = digest_of(whole), digest_of(broken)
         log.close()
 
     def start(self, workers=4):

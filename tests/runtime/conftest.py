@@ -25,4 +25,4 @@ def other_fork_server():
 @pytest.fixture
 def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs plan in threads, so that a scheduler can note what it is asked."""
-    monkeypatch.setattr(event_loop, "apart", in_thread)
+    monkeypatch.setattr(event_loop, "background_for", lambda _: in_thread)

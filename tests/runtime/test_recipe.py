@@ -62,7 +62,7 @@ def plain_torch(config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor]
                 total += loss.item()
         norm = nn.utils.get_total_norm([one.grad for one in named.values()])
         for one in named.values():  # clip_grad_norm_ adds 1e-6 to the norm
-            one.grad.mul_(min(1.0, CLIP / norm))
+            one.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))  # as torch clips
         totals.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()

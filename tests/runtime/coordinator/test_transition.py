@@ -227,8 +227,16 @@ def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(r
     run.lost(Worker(1, 0), "killed")
     assert run.started(Worker(0, 1), 1) is None
     run.paused(MEMBERS[:2])
-    assert run.started(Worker(0, 0), 2).reasons == ("killed",)
-    assert run.started(Worker(0, 1), 2) is None and len(run.recoveries) == 1
+    assert run.started(Worker(0, 0), 2) is None
+    assert run.started(Worker(0, 1), 2).reasons == ("killed",) and len(run.recoveries) == 1
+
+
+def test_a_pause_lasts_until_the_last_member_begins(run):
+    run.lost(Worker(1, 0), "killed", 1.0)
+    run.paused(MEMBERS[:2])
+    assert run.started(Worker(0, 0), 2) is None
+    run.now += 5.0
+    assert run.started(Worker(0, 1), 2).seconds >= 5.0
 
 
 def test_between_orders_that_end_before_anybody_has_begun_pauses_grow(run):
@@ -280,12 +288,13 @@ def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
     assert run.last(Train, others[0]).number == 1
     run.lost(other, "killed", 2.0)
     assert run.last(Train, others[0]).number == 2 and run.last(Train, other).number == 1
-    run.started(others[0], 2)
+    for worker in others:
+        run.started(worker, 2)
     assert [recovery.dead for recovery in run.recoveries] == [(one, other)]
 
 
 def test_all_workers_of_a_machine_are_one_failure():
-    one, other, beside = WIDE_MEMBERS[0], WIDE_MEMBERS[1], WIDE_MEMBERS[2]
+    one, other = WIDE_MEMBERS[:2]
     run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], Cost([1] * 4, None))
     run.ran(0, WIDE_MEMBERS)
     expected = run.state.settler.seconds_to_failure(run.now)
@@ -298,7 +307,8 @@ def test_all_workers_of_a_machine_are_one_failure():
     (event,) = (event for event in run.events if isinstance(event, NodeLost))
     assert (event.node, event.workers) == (0, (one, other))
     run.paused(WIDE_MEMBERS[2:])
-    (recovery,) = [run.started(beside, 2)]
+    *none, recovery = [run.started(worker, 2) for worker in WIDE_MEMBERS[2:]]
+    assert not any(none)
     assert recovery.dead == (one, other) and recovery.nodes == (0,)
     assert str(recovery).startswith("killed, killed, too, so that node 0 is lost: iteration 1 runs on 3 workers")
 
@@ -395,7 +405,7 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
                                    LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
-    recovery = run.started(Worker(0, 0), 2)
+    recovery = [run.started(worker, 2) for worker in sorted(run.state.members)][-1]
     assert (recovery.went_back_to, recovery.repeated, recovery.returned) == (2, 1, (BACK,))
 
 
@@ -419,7 +429,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)
     assert run.last(Train).number == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
-    recovery = run.started(Worker(0, 0), 3)
+    recovery = [run.started(worker, 3) for worker in sorted(run.state.members)][-1]
     assert (recovery.went_back_to, recovery.repeated) == (1, 2)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.state.clipping import clip_factor
+from slipstream.runtime.model.state.clipping import ADDED, clip_factor
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.steps import UNCLIPPED, Steps
 from slipstream.runtime.processes.fork_server import ForkServer
@@ -76,10 +76,11 @@ class Pair:
         return [layer.weight.item() for layer in self.layers]
 
 
-CLIPPED = TrainingConfig(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, clip_norm=5.0, skip_nonfinite=True)
+CLIP = 5.1
+CLIPPED = TrainingConfig(optimizer="sgd", learning_rate=1.0, weight_decay=0.0, clip_norm=CLIP, skip_nonfinite=True)
 
 
-@pytest.mark.parametrize(("gradients", "factor"), [((3.0, 4.0), 1.0), ((4.5, 4.5), 5 / math.sqrt(40.5))])
+@pytest.mark.parametrize(("gradients", "factor"), [((3.0, 4.0), 1.0), ((4.5, 4.5), CLIP / (math.sqrt(40.5) + ADDED))])
 def test_a_guess_is_validated(gradients, factor) -> None:
     """Alone, neither worker's gradient is too large."""
     pair = Pair(CLIPPED)
@@ -93,7 +94,7 @@ def test_a_guess_is_validated(gradients, factor) -> None:
     assert [list(steps.losses) for steps in pair.workers] == [[(0, 3.0)]] * 2, "each knows the loss of both"
 
 
-@pytest.mark.parametrize(("gradient", "weight"), [(10.0, -5.0), (math.nan, 0.0)])
+@pytest.mark.parametrize(("gradient", "weight"), [(10.0, -10 * (CLIP / (10 + ADDED))), (math.nan, 0.0)])
 def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     pair = Pair(CLIPPED)
     pair.wires.given.append([0.0, 0.0, 0.0])
