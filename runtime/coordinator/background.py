@@ -10,12 +10,13 @@ import gc
 import io
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
@@ -27,6 +28,8 @@ Done = Callable[[T | BaseException], None]
 
 FEW = 64
 """Workers."""
+AWAITED_SECONDS, OTHER_SECONDS = 30.0, 900.0
+"""How long an answer may take that workers wait for, and one that nobody waits for."""
 NICENESS = 10
 """Of work that nobody waits for: the workers of this machine go first."""
 
@@ -66,7 +69,7 @@ def in_process(work: Callable[[], T], done: Done[T], *, awaited: bool = True) ->
     if not process:
         _become_apart(theirs, work, awaited=awaited)
     os.close(theirs)
-    in_thread(lambda: _answer_of(process, ours), done)
+    in_thread(lambda: _answer_of(process, ours, work, AWAITED_SECONDS if awaited else OTHER_SECONDS), done)
 
 
 def background_for(workers: int) -> Background:
@@ -91,9 +94,17 @@ def tried(work: Callable[[], T]) -> T | BaseException:
         return error
 
 
-def _answer_of(process: int, pipe: int) -> Any:
-    """What a process has written. Raises what that says, and DiedError."""
+def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
+    """What a process has written. Raises what that says, and DiedError.
+
+    A lock that another thread held at the fork is never released in the process, which then waits for it without end.
+    So what has not come in time is worked out here.
+    """
     with open(pipe, "rb") as file:
+        if not select.select([file], [], [], seconds)[0]:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return work()
         data = file.read()
     _, status = os.waitpid(process, 0)
     if not data or status:
@@ -102,7 +113,7 @@ def _answer_of(process: int, pipe: int) -> Any:
     answer = pickle.loads(data)  # noqa: S301, as this process's own child has written it
     if isinstance(answer, BaseException):
         raise answer
-    return answer
+    return cast(T, answer)
 
 
 def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.runtime.coordinator import background
 from slipstream.runtime.coordinator.background import DiedError, in_process, in_thread
 from slipstream.runtime.errors import RunError
 from slipstream.schedules.errors import NoScheduleError
@@ -19,18 +20,18 @@ FIRST = schedule_for(grid(2, 2, 2), [])
 HERE = os.getpid()
 
 
-def answer(background, work):
+def answer(how, work):
     """Of one piece of work."""
     async def script():
         future = asyncio.get_running_loop().create_future()
-        background(work, future.set_result)
+        how(work, future.set_result)
         return await asyncio.wait_for(future, 60)
 
     return asyncio.run(script())
 
 
-@pytest.mark.parametrize("background", [in_thread, in_process])
-def test_answers_and_errors_come_back(background):
+@pytest.mark.parametrize("how", [in_thread, in_process])
+def test_answers_and_errors_come_back(how):
     class Odd(Exception):
         def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
@@ -38,13 +39,25 @@ def test_answers_and_errors_come_back(background):
     def fail(error):
         raise error
 
-    assert answer(background, lambda: (FIRST, {FIRST.seats[0].worker: b"text"})) == (
+    assert answer(how, lambda: (FIRST, {FIRST.seats[0].worker: b"text"})) == (
         FIRST, {FIRST.seats[0].worker: b"text"})
     for error in (NoScheduleError("none"), RunError("another job")):
-        found = answer(background, lambda error=error: fail(error))
+        found = answer(how, lambda error=error: fail(error))
         assert type(found) is type(error) and str(found) == str(error)
-    found = answer(background, lambda: fail(Odd(1, 2)))
+    found = answer(how, lambda: fail(Odd(1, 2)))
     assert isinstance(found, Exception) and "1 and 2" in str(found)
+
+
+def test_a_process_that_hangs_is_not_waited_for(monkeypatch):
+    """As one may that was forked while another thread held a lock."""
+    monkeypatch.setattr(background, "AWAITED_SECONDS", 0.2)
+
+    def work():
+        if os.getpid() != HERE:
+            time.sleep(60)
+        return "done here"
+
+    assert answer(in_process, work) == "done here"
 
 
 def test_a_process_plans_and_leaves_nothing_open():
