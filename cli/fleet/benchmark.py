@@ -437,6 +437,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 _REPORT = msgspec.json.Decoder(Report)
 
+
 def read_report(path: Path) -> Report:
     """Read a report of this version of the set. Raises ValueError, whose message names the file."""
     data = read_at_most(path, MAX_BYTES, ValueError)

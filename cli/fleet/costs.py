@@ -29,7 +29,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     parameters: float
     """Number of parameters of the model."""
     switch_seconds: float = 1.0
-    """From a worker's death to the first op of the next schedule, or to add a worker. `benchmarks.recovery` measures
+    """From a worker's death until all go on by the next schedule, or to add a worker. `benchmarks.recovery` measures
     less in Slipstream's runtime, on CPUs over gloo; NCCL groups take longer to form, hence a second."""
     load_seconds: float
     """To fetch the parameters and optimizer state of one stage from a peer."""

@@ -104,7 +104,7 @@ class EventLoop:
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(run.scheduler, run.at_speeds, run.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
-            partial(_divided, run), background_for(len(list(run.schedule.grid.workers()))))
+            partial(_divided, run), background_for(run.schedule.grid.pipelines * run.schedule.grid.columns))
         setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
