@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.planner.job.file import Job, parse_job
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,

@@ -33,13 +33,11 @@ from rich.table import Table
 
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.from_job import layered_problem
-from slipstream.planner.model.layout import Layout
-from slipstream.planner.model.problem import NoPlanError, Problem, Question
-from slipstream.planner.model.ticks import tick_of
-from slipstream.planner.model.work_bounds import period_bound, work_bound
+from slipstream.planner.model.bounds import period_bound, work_bound
+from slipstream.planner.model.from_job import layered_problem, tick_of
+from slipstream.planner.model.problem import Layout, NoPlanError, Problem, Question
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.layers import total

@@ -1,15 +1,17 @@
-"""A slow network: two network namespaces of Linux, joined by a relay that delays and drops packets.
+"""A slow network: network namespaces of Linux, joined by a relay that delays and drops packets.
 
-Each namespace has one interface, a TUN device, whose packets this process passes to the other: each one `latency`
-seconds after it was sent, or never, with a probability of `loss`, in either direction. The system's own TCP runs on
-both sides, so that a lost packet costs what it does there: retransmission, and a smaller window. Bandwidth is not
-limited, besides by this process. Needs the right to make network namespaces, and no traffic control in the kernel.
+Each namespace has one interface, a TUN device, whose packets this process passes to the one that they are for: each one
+`latency` seconds after it was sent, or never, with a probability of `loss`, in either direction. Where a bandwidth is
+given, each namespace's link carries so many bytes a second each way. The system's own TCP runs on all sides, so that a
+lost packet costs what it does there: retransmission, and a smaller window. Needs the right to make network namespaces,
+and no traffic control in the kernel.
 """
 
 import argparse
 import ctypes
 import fcntl
 import heapq
+import math
 import os
 import random
 import select
@@ -26,7 +28,13 @@ TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
 PACKET_BYTES = 65536
+IPV4 = 4
 READY = "ready"
+DESTINATION = 19
+"""The last byte of an IPv4 packet's destination: where all addresses differ."""
+LIMITED = (("mtu", "9000"), ("net.ipv4.tcp_wmem", "4096 65536 262144"), ("net.ipv4.tcp_rmem", "4096 65536 262144"))
+"""Where bandwidth is limited: packets of which this process can pass enough, and connections that do not fill a link's
+queue for longer than others can wait."""
 
 
 def ip(*words: str) -> None:
@@ -40,23 +48,30 @@ def address(side: int) -> str:
 
 
 @contextmanager
-def slow_network(latency_seconds: float, loss: float, seed: int = 1) -> Iterator[list[list[str]]]:
-    """What to put before a command to run it on each side. Raises CalledProcessError, OSError."""
-    names = [f"slow{os.getpid()}-{side}" for side in range(SIDES)]
+def slow_network(latency_seconds: float, loss: float, seed: int = 1, *, sides: int = SIDES,
+                 bandwidth: float = math.inf) -> Iterator[list[list[str]]]:
+    """What to put before a command to run it on each side; `bandwidth` in bytes a second. Raises CalledProcessError,
+    OSError."""
+    names = [f"slow{os.getpid()}-{side}" for side in range(sides)]
     with ExitStack() as stack:
         for name in names:
             ip("netns", "add", name)
             stack.callback(ip, "netns", "delete", name)
             ip("-n", name, "link", "set", "lo", "up")
         relay = stack.enter_context(subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.packet_relay", *names, str(latency_seconds), str(loss), str(seed)],
-            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]))
+            [sys.executable, "-m", "benchmarks.packet_relay", str(latency_seconds), str(loss), str(bandwidth),
+             str(seed), *names], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]))
         stack.callback(relay.kill)
         assert relay.stdout is not None
         if relay.stdout.readline().strip() != READY:
             raise OSError("the relay has not started")
         for side, name in enumerate(names):
             ip("-n", name, "address", "add", f"{address(side)}/24", "dev", "wire")
+            (_, mtu), *settings = LIMITED
+            if bandwidth < math.inf:
+                ip("-n", name, "link", "set", "wire", "mtu", mtu)
+                for key, value in settings:
+                    ip("netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
             ip("-n", name, "link", "set", "wire", "up")
         yield [["ip", "netns", "exec", name] for name in names]
 
@@ -71,11 +86,12 @@ def _open_device(namespace: str) -> int:
     return device
 
 
-def relay(namespaces: list[str], latency_seconds: float, loss: float, seed: int) -> None:
-    """Pass packets from each side to the other, for ever."""
+def relay(namespaces: list[str], latency_seconds: float, loss: float, bandwidth: float, seed: int) -> None:
+    """Pass packets to those that they are for, for ever."""
     devices, rng = [_open_device(name) for name in namespaces], random.Random(seed)
     print(READY, flush=True)
     waiting: list[tuple[float, int, int, bytes]] = []
+    leaves, comes = [0.0] * len(devices), [0.0] * len(devices)
     count = 0
     while True:
         timeout = None if not waiting else max(0.0, waiting[0][0] - time.monotonic())
@@ -84,10 +100,14 @@ def relay(namespaces: list[str], latency_seconds: float, loss: float, seed: int)
                 packet = os.read(device, PACKET_BYTES)
             except BlockingIOError:
                 continue
-            if rng.random() >= loss:
-                count += 1
-                other = devices[1 - devices.index(device)]
-                heapq.heappush(waiting, (time.monotonic() + latency_seconds, count, other, packet))
+            side, other = devices.index(device), packet[DESTINATION] - 1 if packet[0] >> 4 == IPV4 else -1
+            if not 0 <= other < len(devices) or rng.random() < loss:
+                continue
+            # Both links pass the same bytes at the same time, unless one of them is busy.
+            count, seconds = count + 1, len(packet) / bandwidth
+            leaves[side] = max(time.monotonic(), leaves[side]) + seconds
+            comes[other] = max(leaves[side], comes[other] + seconds)
+            heapq.heappush(waiting, (comes[other] + latency_seconds, count, devices[other], packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, device, packet = heapq.heappop(waiting)
             try:
@@ -98,12 +118,12 @@ def relay(namespaces: list[str], latency_seconds: float, loss: float, seed: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("namespaces", nargs=SIDES)
-    parser.add_argument("latency", type=float)
-    parser.add_argument("loss", type=float)
+    for name in ("latency", "loss", "bandwidth"):
+        parser.add_argument(name, type=float)
     parser.add_argument("seed", type=int)
+    parser.add_argument("namespaces", nargs="+")
     options = parser.parse_args()
-    relay(options.namespaces, options.latency, options.loss, options.seed)
+    relay(options.namespaces, options.latency, options.loss, options.bandwidth, options.seed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from benchmarks.jobs import gpt_job
 from slipstream.cli.profile import job_tables
 from slipstream.planner.job.file import parse_job
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run

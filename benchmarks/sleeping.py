@@ -87,20 +87,22 @@ class _Sleep(torch.autograd.Function):
             return value @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         value, = ctx.saved_tensors
 
-        def add_weight_gradient() -> None:
+        def weight_gradient() -> Tensor:
             with _lasting(ctx.seconds["W"]), torch.no_grad():
-                added = value.flatten(0, -2).t() @ gradient.flatten(0, -2)
-                ctx.weight.grad = added if ctx.weight.grad is None else ctx.weight.grad.add_(added)
+                return value.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+        def add_weight_gradient() -> None:
+            added = weight_gradient()
+            ctx.weight.grad = added if ctx.weight.grad is None else ctx.weight.grad.add_(added)
 
         with _lasting(ctx.seconds["I"]):
             result = gradient @ ctx.weight.t()
         if ctx.work is None:
-            add_weight_gradient()
-        else:
-            ctx.work.append(add_weight_gradient)
+            return result, weight_gradient(), None
+        ctx.work.append(add_weight_gradient)
         return result, None, None
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.packet_relay import SIDES, address, slow_network
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.runtime.protocol.authentication import VARIABLE, new_secret
 
 OP_SECONDS = 0.01

@@ -29,7 +29,7 @@ from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.layers.gpt import GPT
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer
+from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"
@@ -49,7 +49,7 @@ def _sleep_in_ops() -> None:
     SliceRunner.forward = slept(SliceRunner.forward, 1)  # type: ignore[method-assign]
     SliceRunner.backward_input = slept(SliceRunner.backward_input, 1)  # type: ignore[method-assign]
     SliceRunner.backward_weight = slept(SliceRunner.backward_weight, 1)  # type: ignore[method-assign]
-    UndoableOptimizer.step = slept(UndoableOptimizer.step, 3)  # type: ignore[method-assign]
+    PartOptimizer.step = slept(PartOptimizer.step, 3)  # type: ignore[method-assign]
 
 
 class Sleepers(GPT):

@@ -17,8 +17,9 @@ from rich.table import Table
 from benchmarks.jobs import uniform_job
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
+from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_job
-from slipstream.planner.repetition import GRACE_SECONDS, GRACE_SHARE, TooLargeError
+from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker
 
@@ -53,7 +54,7 @@ def main() -> None:
             began, ran = time.monotonic(), time.process_time()
             found = outcome(job, limit)
             taken, busy = time.monotonic() - began, time.process_time() - ran
-            kept = taken <= limit + max(GRACE_SECONDS, GRACE_SHARE * limit)
+            kept = taken <= limit + max(DEFAULTS.blocks.grace_seconds, DEFAULTS.blocks.grace_share * limit)
             table.add_row(shape, f"{limit:g} s", f"{taken:.2f} s", f"{busy:.2f} s", "yes" if kept else "no", found)
     Console().print(table)
 

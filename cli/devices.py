@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from slipstream.planner.job.file import read_job
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.events import Event, FetchBegun, Phase, Resumed, SettlingChosen
 from slipstream.runtime.replay.transport import choose_transport

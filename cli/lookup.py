@@ -24,7 +24,7 @@ from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.transition import layers_received
+from slipstream.planner.report import layers_received
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import TableError

@@ -14,7 +14,7 @@ from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
 from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
-from slipstream.planner.job.writer import job_text, rounded
+from slipstream.planner.job.toml import job_text, rounded
 
 T = TypeVar("T")
 MOST = 2**31

@@ -40,15 +40,13 @@ from slipstream.cli.shared.plan_summary import answer, details, rank_lines, reco
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
 from slipstream.planner.alternatives import Alternative, alternatives
 from slipstream.planner.degraded import SLOWER, STANDS_FOR, with_degraded
-from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.job.topology import require_in_grid
+from slipstream.planner.job.file import Job, JobError, require_in_grid
 from slipstream.planner.judge import judge_order
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import LAYERS
 from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import SHARE, Recomputation
-from slipstream.planner.report import plan_report
-from slipstream.planner.transition import BANDWIDTH, transition
+from slipstream.planner.report import BANDWIDTH, plan_report, transition
 from slipstream.schedules.codec import MAX_OPS
 from slipstream.schedules.schedule import OptimizerMode, Worker
 from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order

@@ -12,10 +12,9 @@ import typer
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import importing
-from slipstream.planner.job.file import Job, placement_table
+from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
-from slipstream.planner.job.topology import topology_table
-from slipstream.planner.job.writer import job_text, rounded
+from slipstream.planner.job.toml import job_text, rounded
 from slipstream.schedules.dealing import Fit, fit
 
 if TYPE_CHECKING:
@@ -42,7 +41,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
             json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 
-    Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
+    Writes a complete job file, to be planned and trained. Transfers, all-reduces and links ([network] latency,
+    bandwidth, and slowdown: what all-reduces take from compute beside them) are measured within this machine.
     A worker of several processes is measured as one: an op takes until all of them are done.
     """
     require_writable(out_file)
@@ -125,7 +125,8 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement_table(job):
         tables["placement"] = laid_out
-    if links := network_table(job.network):
+    if links := network_table(job.network, measured.network.latency, measured.network.bandwidth,
+                              measured.network.slowdown):
         tables["network"] = links
     if shared := topology_table(job.nodes, job.pipelines, job.stages):
         tables["topology"] = shared

@@ -9,8 +9,10 @@ checkpoint are torchtitan's; its Trainer holds the model on the CPU of node 0, a
 
 import argparse
 import os
+import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,20 +23,18 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
-from slipstream.cli.shared.console import answer_no, refuse
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
+from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
 from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
-from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_with
-from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.settling import Settling
-from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, identity_of, latest
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
 from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
 from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
@@ -42,10 +42,9 @@ from slipstream.runtime.model.layers.torchtitan.training import differences, mic
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
 from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
-from slipstream.runtime.protocol.rendezvous import RendezvousError
+from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from slipstream.runtime.replay.placement import PlacementError
-from slipstream.runtime.run_folder import CHECKPOINTS, FolderError, left_behind
+from slipstream.runtime.run_folder import CHECKPOINTS, left_behind
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Schedule, Worker
@@ -187,17 +186,14 @@ def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
 
 
 def _own() -> tuple[Own, Trainer.Config]:
-    """What is to be done, and torchtitan's configuration of it for this process. Exits 2 where that cannot be."""
+    """What is to be done, and torchtitan's configuration of it for this process. Raises ConfigError and JobError."""
     options, arguments = _arguments()
     here = launched_as(None, None, None)
     assert here is not None
-    try:
-        given = as_given(arguments)
-        folder = Path(given.dump_folder).absolute() / "slipstream"
-        config = run_config(arguments, given, folder / "initial")
-        job = _job(options.job, given, _layers(config))
-    except (ConfigError, JobError) as error:
-        refuse(error)
+    given = as_given(arguments)
+    folder = Path(given.dump_folder).absolute() / "slipstream"
+    config = run_config(arguments, given, folder / "initial")
+    job = _job(options.job, given, _layers(config))
     for line in differences(given):
         logger.warning(line)
     alone = in_one_process(given)
@@ -218,34 +214,32 @@ def _take_part(own: Own) -> None:
 
 
 def main() -> None:
-    """Train, or take part. Exits 2 where that cannot be, and 1 where it fails."""
+    """Train, or take part. Exits 2 where that cannot be, 1 where it fails, and as usual after a signal."""
     init_logger()
     try:
-        _train(*_own())
+        with refusals(lambda: "; the same command goes on from there"):
+            _train(*_own())
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 
 
 def _train(own: Own, config: Trainer.Config) -> None:
-    trainer = None
+    if own.here.tied:  # else this process would train on, without anyone who knows of it
+        signal_at_death_of_parent(signal.SIGTERM)
+    if own.here.node:
+        _take_part(own)
+        return
+    structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder,
+                                             enable=config.debug.enable_structured_logging)
+    os.environ.update(ALONE)
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # workers step the optimizer
+    trainer = SlipstreamTrainer(config)
+    trainer.own = own
     try:
-        if own.here.node:
-            _take_part(own)
-            return
-        structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder,
-                                                 enable=config.debug.enable_structured_logging)
-        os.environ.update(ALONE)
-        trainer = SlipstreamTrainer(config)
-        trainer.own = own
         trainer.train()
-    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError) as error:
-        refuse(error)
-    except (RunError, NoPlanError) as error:
-        answer_no(error)
     finally:
-        if trainer is not None:
-            trainer.close()
-            torch.distributed.destroy_process_group()
+        trainer.close()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +26,20 @@ from slipstream.cli.shared.inputs import (
     require_writable,
 )
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
-from slipstream.cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
+from slipstream.cli.shared.options import (
+    Backward,
+    Failed,
+    FailedNode,
+    JobFile,
+    Json,
+    MethodName,
+    Optimizer,
+    Params,
+    TimeLimit,
+)
 from slipstream.cli.shared.plan_summary import recomputation_lines
-from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options
+from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options, search_params
+from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.cli.shared.run_progress import shown
 from slipstream.cli.shared.train_answer import report, summary
@@ -70,20 +79,16 @@ from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from slipstream.runtime.coordinator.tensorboard import require_package
-from slipstream.runtime.launch import Resilience, RunError, RunOptions, run
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
 from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
-from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
+from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
-from slipstream.runtime.replay.placement import PlacementError
-from slipstream.runtime.run_folder import FolderError, left_behind
+from slipstream.runtime.run_folder import left_behind
 from slipstream.schedules.check import check
-from slipstream.schedules.codec import ScheduleError
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
@@ -91,8 +96,8 @@ from slipstream.schedules.tables.table import Table
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
           failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
           optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 10.0, dtype: Dtype = None, seed: TrainingSeed = None, out_folder: OutFolder = None,
-          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
+          time_limit: TimeLimit = 10.0, params: Params = None, dtype: Dtype = None, seed: TrainingSeed = None,
+          out_folder: OutFolder = None, nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
           ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
           bring_back: BringBack = None, slow: Slow = None, faults_per_hour: FaultsPerHour = FAULTS_PER_HOUR,
@@ -138,9 +143,10 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if mtbf is not None and layers != "move":
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if tensorboard is not None:
-        with _refusals():
+        with refusals():
             require_package()
     loaded = None if table is None else read_table(table, wanted)
+    steering = search_params(params)
     _require_model(wanted, job)
     wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
@@ -150,7 +156,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if not goes_on:
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
-        with _refusals():
+        with refusals():
             require_trainable(wanted, config)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
@@ -165,10 +171,11 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         down = failed_workers(wanted, failed, failed_node)
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers,
+            params=params)
         chosen, fault_free = _looked_up_or_planned(wanted, down, loaded, options)
     placed = with_machines(wanted, chosen, here)
-    planner = FailurePlanner(placed, chosen, loaded, progress=_say)
+    planner = FailurePlanner(placed, chosen, loaded, params=steering, progress=_say)
     resilience = Resilience(
         scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
@@ -179,7 +186,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         with_degraded=with_less_room(placed, chosen, loaded),
         degradable=may_degrade(wanted, config, _say),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
-    with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
+    with refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             shown(config.training.iterations, config.model.context) as display:
         result = run(chosen, config, out=folder, progress=display.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
@@ -197,7 +204,7 @@ def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, 
     if done_without_this_node(folder, own.resume, own.config.training.iterations):
         _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
         return
-    with _refusals():
+    with refusals():
         join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
              join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
 
@@ -258,23 +265,3 @@ def _fitting(path: Path, job: Job) -> Schedule:
 
 def _say(line: str) -> None:
     err.print(line, style="yellow", soft_wrap=True)
-
-
-@contextmanager
-def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
-    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143)."""
-    try:
-        yield
-    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError, ScheduleError) as error:
-        refuse(error)
-    except OSError as error:
-        refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
-    except RunError as error:
-        answer_no(f"{error}{goes_on()}")
-    except RunStopped as stopped:
-        err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
-                  style="yellow", soft_wrap=True)
-        raise typer.Exit(128 + stopped.number) from None
-    except KeyboardInterrupt:
-        err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
-        raise typer.Exit(130) from None

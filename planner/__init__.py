@@ -6,18 +6,15 @@
     plan         one checked schedule for a job and its failures (`options`)
     degraded     workers that go on as half their processes
     periods      periods by what is down, for simulations that ask for hundreds
-    portfolio    what answers a failure: whole micro-batches, slices, moved layers
     overlapped   reductions beside compute, in a plan made without them
     params       what steers a search
     budget       what a search may use: seconds or counted steps, a seed, a way to be stopped; progress
     kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
     repetition   many micro-batches as a plan of fewer, again and again
-    reference    the fault-free period that plans are compared with
     normalise    chooses which roles stay vacant, for a number of failures
-    transition   what a plan moves, how long that takes, when it pays
     failures     what a run asks for when workers fail, slow down or come back
     alternatives what else could be done about failures
-    report       the answer of `slipstream plan --json`
+    report       what a plan moves, how long that takes, when it pays; the answer of `slipstream plan --json`
     claims       proves the bound that a file states
     judge        times and checks an order that another tool made
     tables/      builds tables of schedules

@@ -53,8 +53,6 @@ SCHEDULER_STEPS_PER_OP = 0.24
 """Steps for each op to make a list scheduler."""
 LAYOUT_STEPS = 2.0
 """Steps to make a layout, for each micro-batch at a stage."""
-BOUND_STEPS_PER_OP = 1.0
-"""Steps to try whether a layout allows a period, for each op."""
 SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time."""
 

@@ -6,17 +6,13 @@ from fractions import Fraction
 
 import msgspec
 
-from slipstream.planner.bound import Bound
-from slipstream.planner.model.bounds import strongest_bound
+from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
-from slipstream.planner.model.layer_ticks import LayerTicks
-from slipstream.planner.model.problem import Problem, Question
+from slipstream.planner.model.problem import Bound, LayerTicks, Problem, Question
 from slipstream.planner.normalise import Windows
 from slipstream.planner.overlapped import least_of_columns
-from slipstream.planner.portfolio import least_of
 from slipstream.planner.report import shared_ticks
-from slipstream.schedules.costs import LayerCosts, Room
-from slipstream.schedules.schedule import Schedule, Scope, Worker
+from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
 
 
 def proven_bound(schedule: Schedule) -> Bound:

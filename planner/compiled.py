@@ -29,9 +29,8 @@ def load() -> None:
     from slipstream.planner.job.file import parse_job
     from slipstream.planner.model.arrays import ProblemArrays
     from slipstream.planner.model.from_job import build_problem
-    from slipstream.planner.search.annealing.chain import AnnealingChain
-    from slipstream.planner.search.assignment import assign
-    from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+    from slipstream.planner.search.annealing import AnnealingChain
+    from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 
     problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))

@@ -98,7 +98,7 @@ def _sizes(job: Job, column: int) -> _Sizes:
     if memory.state:
         whole = weights - sum(memory.state[stage] for stage in stages) * kept
     return _Sizes(weights, whole * gradient / (parameter + gradient),
-                  whole * parameter / (parameter + gradient) / holders if sharded and not masters else 0.0)
+                  0.0 if masters else whole * parameter / (parameter + gradient) / (holders if sharded else 1))
 
 
 def slots_of(training: Mapping[str, object]) -> int:

@@ -15,13 +15,13 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form, slow_while_alive
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
-from slipstream.schedules.costs import Room
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.memory import memory_peaks, room
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Room, Schedule, Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.pattern import dead_column
 from slipstream.schedules.tables.relabel import relabel
@@ -53,13 +53,14 @@ class FailurePlanner:
     """Answers for one job and the schedule that its run began with. Its methods may be called from several threads."""
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
-                 settled_seconds: float = SETTLED_SECONDS, progress: ProgressCallback = quiet) -> None:
+                 settled_seconds: float = SETTLED_SECONDS, params: SearchParams = DEFAULTS,
+                 progress: ProgressCallback = quiet) -> None:
         """The planner is compiled and loaded here: no failure waits for that, and processes that are forked share it.
 
-        `progress` gets a line where it is compiled.
+        `progress` gets a line where it is compiled; `params` steer every search.
         """
         self._job, self._first, self._table = job, first, table
-        self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer)
+        self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
         self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS)
         self._settled_seconds = settled_seconds
         ready(progress)

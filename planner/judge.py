@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.problem import Bound, Problem, Unit
 from slipstream.planner.model.start_times import timed
 from slipstream.planner.plan import Plan
 from slipstream.schedules.check import Violation, check

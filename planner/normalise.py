@@ -23,18 +23,16 @@ from itertools import islice
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, quiet
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import exact
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
-from slipstream.planner.plan import Plan, plan_only, plan_with
-from slipstream.planner.reference import FaultFree
+from slipstream.planner.plan import FaultFree, Plan, plan_only, plan_with
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Scope, Worker

@@ -5,7 +5,7 @@ comes of that is not proven to be the best, as if they took half their time, so 
 last micro-batches of each worker take routes of single layers there, so that their W can be done layer by layer: the
 reduction of some begins while W of others is still to be done (DDP's buckets, Li et al., VLDB 2020, arXiv 2006.15704,
 where the backward itself is cut, from the last layer on). Ops keep their worker and their order but
-for these W. How many micro-batches are cut so is tried.
+for these W. How many micro-batches are cut so, and two orders of the W, are tried.
 
 What cannot be hidden is the reduction of the layers whose W is last: `bounding_problem` has bounds count it.
 """
@@ -14,24 +14,25 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise, product
+from math import ceil
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
 from slipstream.planner.job.network import Network, rounded
-from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
 from slipstream.schedules.precedence import OpKey, waits
 from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
 from slipstream.schedules.schedule import period_ticks as window_ticks
 
-CUT = (1, 2, 3, 4, 6, 8, 12)
+CUT = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Micro-batches of each worker that are cut, the last ones; the number with the shortest period counts."""
-FEW = (2, 6)
+FEW = (2, 6, 16)
+"""Tried first; then the numbers next to the best, while these are better."""
 HALF = 0.5
 """Of their time, that reductions are taken to occupy workers where more is searched."""
 AT_FIRST = {"fixed": 0.5, "move": 0.2}
@@ -52,9 +53,13 @@ def overlaps(job: Job) -> bool:
 
 
 def without_reductions(job: Job, share: float = 0.0) -> Job:
-    """The job as if reductions took no time, or such a share of it, and occupied workers."""
+    """The job as if reductions took no time, or such a share of it, and occupied workers.
+
+    What they take from the compute beside them is counted at the worker's optimizer step, wherever they are."""
     return replace(job, network=Network(), time=replace(
-        job.time, all_reduce=tuple(rounded(share * seconds) for seconds in job.time.all_reduce)))
+        job.time, all_reduce=tuple(rounded(share * seconds) for seconds in job.time.all_reduce),
+        optimizer=tuple(step + rounded(job.network.slowdown * seconds) for step, seconds in zip(
+            job.time.optimizer, job.time.all_reduce, strict=True)) if job.network.slowdown else job.time.optimizer))
 
 
 def bounding_problem(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Problem:
@@ -101,19 +106,29 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
 
 def period_beside(schedule: Schedule, job: Job) -> float:
     """Seconds of about the same, for those who ask for hundreds of periods: fewer ways to cut are tried."""
-    return schedule.seconds(_best(schedule, job, FEW).period_ticks)
+    return schedule.seconds(_best(schedule, job, FEW[:2]).period_ticks)
 
 
 def _best(schedule: Schedule, job: Job, counts: Sequence[int]) -> Schedule:
     """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest."""
     costs = layer_costs(job) if all(job.layers or (1,)) else None
-    best: Schedule | None = None
-    sizes = PIECES if job.network.latency else PIECES[:1]
-    for count, pieces in ((0, 1), *product(counts if costs is not None else (), sizes)):
-        made = _Overlapped(schedule, job, costs, count, pieces).schedule()
-        if (best is None or made.period_ticks < best.period_ticks) and not check(made):
-            best = made
-    assert best is not None, "a schedule whose reductions come last is one"
+    best = _Overlapped(schedule, job, costs, 0, 1).schedule()
+
+    def shorter(count: int, pieces: int, *, ascending: bool) -> bool:
+        nonlocal best
+        made = _Overlapped(schedule, job, costs, count, pieces, ascending=ascending).schedule()
+        if made.period_ticks >= best.period_ticks or check(made):
+            return False
+        best = made
+        return True
+
+    for pieces, ascending in product(PIECES if job.network.latency else PIECES[:1], (False, True)):
+        few = [count for count in counts if count in FEW] or counts
+        found = [count for count in few if costs is not None and shorter(count, pieces, ascending=ascending)]
+        for step in (-1, 1) if found else ():
+            place = counts.index(found[-1]) + step
+            while 0 <= place < len(counts) and shorter(counts[place], pieces, ascending=ascending):
+                place += step
     return best
 
 
@@ -143,10 +158,11 @@ class _Parts(NamedTuple):
 
 class _Overlapped:
     """A schedule whose workers cut the last `count` micro-batches that they run, and each range that is reduced into so
-    many `pieces` at most."""
+    many `pieces` at most. `ascending`: their W are done by layer, the first one first, in place of Johnson's rule."""
 
-    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int, pieces: int) -> None:
-        self._old, self._costs, self._count = schedule, costs, count
+    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int, pieces: int, *,
+                 ascending: bool = False) -> None:
+        self._old, self._costs, self._count, self._ascending = schedule, costs, count, ascending
         self._job = job
         self._layers = list(schedule.layers_by_slice)
         self._number = {layers: number for number, layers in reversed(list(enumerate(self._layers)))}
@@ -181,16 +197,17 @@ class _Overlapped:
         """By slice."""
         tick, stages = exact(self._old.tick_seconds), self._job.time.all_reduce
         if self._costs is None:
-            return tuple(round(exact(seconds) / tick) for seconds in stages)
+            return tuple(ceil(exact(seconds) / tick) for seconds in stages)
         seconds = _Reductions(self._job)
-        return (*(round(exact(one) / tick) for one in stages),
-                *(round(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
+        return (*(ceil(exact(one) / tick) for one in stages),
+                *(ceil(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
 
     def _turns(self) -> dict[int, int]:
         """[layer] the turn in which its W is done, where there is a choice. Of two machines that jobs pass one after
         the other, here W of a worker and then its link, all are done earliest by Johnson's rule (Nav. Res. Logist. Q.
         1, 1954): first those that take the first for a shorter time, shortest first; then those that take the second
-        for the longest."""
+        for the longest. It knows no neighbours: of two that share a layer, the one whose window ends first, which is
+        the one with lower layers, waits for both. Ascending, it waits for least."""
         if not self._count or self._costs is None:
             return {}
         pieces = {piece for program in self._old.programs for op in program if op.kind is OpKind.A
@@ -200,6 +217,8 @@ class _Overlapped:
         def rule(piece: LayerRange) -> tuple[bool, Fraction, int]:
             assert self._costs is not None
             weights = self._costs.backward_weight[slice(*piece)]
+            if self._ascending:
+                return False, Fraction(0), piece[0]
             first, second = self._count * sum(weights, Fraction(0)), seconds.of(piece)
             return first >= second, first if first < second else -second, -piece[0]
 

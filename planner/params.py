@@ -10,9 +10,10 @@ A file of these (`slipstream plan --params FILE`) is TOML with a table for each 
 Shares are of the time, or the steps, that is left at that point. Ops are compute ops: F, I and W, or F and B.
 """
 
+import itertools
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +32,28 @@ Changes = Annotated[tuple[tuple[Field, AtLeastOne], ...], Meta(min_length=1)]
 
 class ParamsError(ValueError):
     """A file of parameters that cannot be read. The message names the file, the key and what was expected."""
+
+
+class Choice(NamedTuple):
+    """An assignment rule and a dispatch rule of the shortlist."""
+
+    assignment: Annotated[int, Meta(ge=0, le=3)]
+    """Which of `ASSIGNMENT_RULES`."""
+    limits: tuple[float, int] | None
+    """Slope and extra of the limits in flight; None: no limits, and transfers are ignored."""
+    lookahead: float
+    make_room: bool
+
+
+class LayoutChoice(NamedTuple):
+    """Fields of a dispatch rule; `fill_wait` is a share of an F."""
+
+    forward_order: Literal["deepest", "oldest"]
+    lookahead: float
+    fill_wait: float
+    forward_lookahead: float
+    advance: float
+    gradient_advance: float
 
 
 class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,16 +88,35 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same where a layout is ordered, by how often each made a plan shorter on benchmarks.layers."""
     changes_twice: Share = 0.3
     """Of the random steps, those that change two fields."""
+    load_shares: Annotated[tuple[float, ...], Meta(min_length=1)] = (0.0, 0.5, 1.0, 1.5, 2.0)
+    """Of which `load_share` is drawn;"""
+    places: Annotated[tuple[float, ...], Meta(min_length=1)] = (-4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0)
+    """by which of these a micro-batch goes before its turn;"""
+    least_advance: int = -32
+    """advances are drawn from this"""
+    most_advance: int = 48
+    """to this"""
+    fractions: AtLeastOne = 8
+    """in these parts of one, and so are shares."""
+    shortlist: Annotated[tuple[Choice, ...], Meta(min_length=1)] = tuple(itertools.starmap(Choice, (
+        (0, (2.0, 0), 0.0, False), (1, (1.5, 0), 0.5, True), (1, None, 0.0, False), (0, (1.0, 0), 1.0, True),
+        (0, (1.25, 0), 0.0, False), (1, (1.0, 0), 0.5, True), (0, (2.0, 1), 0.0, False), (1, (1.25, 1), 0.5, True),
+        (0, (1.5, 0), 0.5, False), (0, (1.25, 0), 0.5, False), (1, (1.0, 2), 0.5, True), (0, (1.0, 2), 1.0, True),
+        (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
+    """What is tried before the grid: of all choices, the fewest whose best was the best of all on 31 jobs with failures
+    and little, more and much memory. The first is for much memory."""
+    shortlist_of_layouts: tuple[LayoutChoice, ...] = tuple(itertools.starmap(LayoutChoice, (
+        ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 0.5, 4.0), ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0),
+        ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0), ("deepest", 0.0, 0.25, 0.0, 0.0, 0.0),
+        ("oldest", 0.5, 0.5, 0.0, 2.0, 2.0), ("deepest", 0.25, 0.5, 0.5, 0.0, 0.0),
+        ("oldest", 0.25, 0.5, 0.5, 0.0, 0.0), ("deepest", 0.0, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 2.0, 2.0),
+        ("deepest", 0.5, 0.5, 0.5, 2.0, 0.0), ("oldest", 0.25, 0.5, 0.5, -1.0, 4.0),
+        ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0),
+        ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))))
+    """The same for layouts, before those: the best rules of a grid on instances of benchmarks.layers, those that were
+    best most often first."""
     largest_untimed: Count = 20_000
     """Ops up to which the schedules that others run are tried when the time is over, too."""
-    piece_share: Share = 0.5
-    """Of the time, for each piece by itself, where all of a layout are then planned as one."""
-    largest_joined: Count = 60_000
-    """Ops up to which the pieces of a layout are planned as one, where the whole takes longer than each;"""
-    usually_joined: Count = 30_000
-    """up to which always;"""
-    quickly_joined: Count = 10_000
-    """and up to which even when the time is over."""
 
 
 class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,16 +200,37 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """and where they may move."""
     first: Number = 2.0
     """Each layout has so many times its equal share: many a later one cannot be the best."""
-    bound_share: Share = 0.3
-    """Of the time for a few list schedules of a layout, in which a bound of its own is sought first."""
-    largest_bounded: Count = 20_000
-    """Ops of the pieces of a layout up to which it is."""
-    beyond: Factor = 1.003
-    """Up to how many times the period of the best candidate a bound of another one is sought."""
+    undivided: AtLeastOne = 8
+    """Pipelines up to which layouts are made of all together; of more, group by group:"""
+    most_helpers: Count = 16
+    """a line that is cut anew with so many whole pipelines at most,"""
+    fewer_helpers: Share = 0.005
+    """with fewer where its longest load is longer by no more than such a share."""
+    largest_shared: Count = 100_000
+    """Micro-batches times stages up to which layouts are made that are not divided into groups."""
+    parts: AtLeastOne = 4
+    """Into how many parts a stage is cut for short slices,"""
+    few_parts: AtLeastOne = 2
+    """at first fewer,"""
+    largest_fine: Count = 40_000
+    """and micro-batches times parts of stages up to which it is;"""
+    separate_parts: AtLeastOne = 3
+    """the same for micro-batches that are spread separately: thirds are the best most often,"""
+    finest_parts: AtLeastOne = 6
+    """what is small in sixths, too,"""
+    largest_finest: Count = 10_000
+    """up to so many."""
+    least_share: Share = 0.25
+    """Of a stage, which a worker takes of a micro-batch that is spread separately: shorter slices wait longer than they
+    take."""
+    fewer_sets: Share = 0.01
+    """By how much of the period loads may be longer than with fewer and larger sets of lines, each separate."""
     assignment_seconds: Number = 2.0
     """For the exact assignment of layers, at most;"""
     assignment_share: Share = 0.2
-    """and of the time for list schedules."""
+    """and of the time for list schedules;"""
+    largest_assignment: Count = 60_000
+    """where all positions together choose from so many ranges of layers: larger models find nothing in seconds."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
     small_share: Share = 0.25
@@ -191,6 +254,38 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How often a candidate is expected to gain again what annealing gained in its last turn."""
 
 
+class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Jobs that are planned in blocks of micro-batches, and what a plan takes beside its search."""
+
+    certain: Count = 50_000
+    """Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured;
+    """
+    quick: Count = 20_000
+    """the same where there is no grace."""
+    sample: AtLeastOne = 21_000
+    """Compute ops of the part of a job by which speed is measured."""
+    grace_seconds: Number = 1.0
+    """What a plan may take beyond its time limit:"""
+    grace_share: Number = 0.2
+    """the larger of the two."""
+    margin: Factor = 1.25
+    """How much longer large things may take, for each op, than the sample: to join blocks,"""
+    whole_margin: Factor = 1.75
+    """and to plan without any."""
+    share: Share = 0.3
+    """Of the time, that the first plan of all blocks may take; the rest improves it."""
+    largest_moved: Count = 500_000
+    """Compute ops up to which a job is never cut into blocks where layers may move: in blocks they could not."""
+    largest_baseline: Count = 200_000
+    """Compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in groups."""
+    reference_share: Share = 0.15
+    """Of the time, that the fault-free plan, needed for comparison, may take."""
+    finish_seconds: Number = 15e-6
+    """What it takes to put a plan together and check it, for each op,"""
+    finish_share: Share = 0.4
+    """at most this share of the time."""
+
+
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of them."""
 
@@ -198,6 +293,7 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     annealing: AnnealingParams = msgspec.field(default_factory=AnnealingParams)
     cp_sat: CpSatParams = msgspec.field(default_factory=CpSatParams)
     layouts: LayoutParams = msgspec.field(default_factory=LayoutParams)
+    blocks: BlockParams = msgspec.field(default_factory=BlockParams)
 
 
 DEFAULTS = SearchParams()

@@ -21,20 +21,16 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.bounds import lower_bound
+from slipstream.planner.model.bounds import lower_bound, work_bound
 from slipstream.planner.model.decompose import Piece, decompose
-from slipstream.planner.model.from_job import layered_problem
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.from_job import layered_problem, tick_of
+from slipstream.planner.model.problem import Problem, Solution
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.model.ticks import tick_of
-from slipstream.planner.model.work_bounds import work_bound
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import overlaps, period_beside, without_reductions
-from slipstream.planner.search.assignment import assign
 from slipstream.planner.search.engine import solve
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight, one_f_one_b
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign, in_flight, one_f_one_b
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 

@@ -1,14 +1,23 @@
-"""From a job and its failures to a checked schedule."""
+"""From a job and its failures to a checked schedule.
+
+Layers in place: the problem as it is, in which live holders share micro-batches, and layouts that cut some of these
+within a stage (`planner.layout.fixed`). With layers that may move, all candidates of `planner.layout` besides.
+`planner.search.engine` finds the best of them; where there is no time for the whole job, `planner.repetition` plans a
+part of it.
+"""
 
 import gc
+import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import (
     Budget,
     Clock,
@@ -22,25 +31,138 @@ from slipstream.planner.budget import (
 )
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
+from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.bounds import strongest_bound
+from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.decompose import decompose
-from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
+from slipstream.planner.model.problem import Bound, Layout, NoPlanError, Problem, Question
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import AT_FIRST, HALF, beside_compute, bounding_problem, overlaps, without_reductions
-from slipstream.planner.portfolio import proposed
-from slipstream.planner.reference import FaultFree, is_alike, reference_options
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from slipstream.planner.search.engine import Method, Solved, solve
+from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
-from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Scope, Worker
+from slipstream.schedules.layers import layers_in
+from slipstream.schedules.schedule import BackwardMode, LayerCosts, OptimizerMode, Schedule, Scope, Worker
 
-FAULT_FREE_SHARE = 0.15
-"""Share of the time limit that the fault-free plan, needed for comparison, may take."""
+# --- The fault-free period that plans are compared with ---------------------------------------------------------------
 
-LARGEST_MOVED = 500_000
-"""Compute ops up to which a job is never cut into blocks where layers may move: in blocks they could not."""
+
+VERSION = 2
+"""Of what is kept. Periods are those of valid plans and bounds are proven, so a better planner needs no new one. Until
+version 1, periods of plans of other kinds were kept, too."""
+CLOSE = 1e-3
+"""A fault-free plan that is this close to its bound is as good as the best."""
+
+
+class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is known of the best period with no worker down, in seconds."""
+
+    period: float
+    """Of the best plan found."""
+    bound: float
+    """Proven: none is shorter."""
+
+    @property
+    def close(self) -> bool:
+        """Whether a better plan would change nothing that matters."""
+        return self.period <= self.bound * (1 + CLOSE)
+
+    def better(self, other: "FaultFree | None") -> "FaultFree":
+        """The best of two plans, and the larger of two bounds."""
+        if other is None:
+            return self
+        return FaultFree(period=min(self.period, other.period), bound=max(self.bound, other.bound))
+
+    def at_most(self, period: float) -> "FaultFree":
+        """With a plan of the same kind for fewer workers that has this period: they could all do as well."""
+        return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
+
+
+def reference_options(options: PlanOptions) -> PlanOptions:
+    """What plans are compared with: the job as it runs when nothing has failed, whatever may move or be cut then."""
+    return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
+
+
+def is_alike(schedule: Schedule) -> bool:
+    """Whether a schedule is of the kind that `reference_options` asks for. Where reductions overlap, micro-batches are
+    cut for these alone if all stay with their own workers."""
+    in_place = not schedule.slices or (schedule.overlaps and not schedule.rerouted and not schedule.shed)
+    return in_place and all(seat.holds is None and seat.role == seat.worker for seat in schedule.seats)
+
+
+def reference_key(options: PlanOptions, job: Job) -> str:
+    """A digest of all that the fault-free period depends on."""
+    problem = reference_options(options).problem(job)
+    rules = (VERSION, options.method, problem.backward, problem.optimizer,
+             *([job.network] if job.network.overlap else []))
+    text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
+    return hashlib.sha256(text).hexdigest()
+
+
+# --- What answers a failure -------------------------------------------------------------------------------------------
+
+
+def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None) -> Proposals:
+    """All that these options allow. `problem`: that of the options, None where it has no plan; it is the only candidate
+    where nothing else can be better.
+    """
+    alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
+    if problem is not None and alone:
+        return Proposals(problem)
+    sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
+    question = Question(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
+    given, below = (
+        layered_problem(job, failed, question, backward=options.backward or "split",
+                        optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
+        for down in (False, True))
+    costs = layer_costs(job)
+    scale, units = tick_of(job) / tick_of(job, costs), unit_of(job) / unit_of(job, costs)
+    if problem is not None and options.layers == "fixed":
+        below = msgspec.structs.replace(below, sharing=problem.sharing, parts=equal_parts(below.grid, below.costs))
+    least, given = least_of(below), _telling(given, below)
+
+    def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
+        try:
+            for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine,
+                                     params=options.params.layouts):
+                yield divided(with_layout(given, layout), least, moved=_moved(given, layout))
+        except LookupError as error:
+            if options.from_checkpoint:
+                raise
+            raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
+                              ) from None
+
+    return Proposals(problem and _telling(problem, below, scale, units), layouts=layouts,
+                     bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
+                     units=given.grid.total_microbatches * given.grid.depth, moving=options.layers == "move")
+
+
+def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
+    """Whether layouts can be better than the problem as it is: with slices, or where that may have too little room."""
+    return problem is not None and (
+        problem.roomier or (options.slices and problem.sliced and problem.grid.chains == 1))
+
+
+def _telling(problem: Problem, below: Problem, per_tick: Fraction = Fraction(1),
+             per_unit: Fraction = Fraction(1)) -> Problem:
+    """With the costs of layers that bounds count, so that its schedules' files tell them."""
+    told = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                      **msgspec.structs.asdict(below.costs))
+    return msgspec.structs.replace(problem, times=msgspec.structs.replace(problem.times, of_layers=told))
+
+
+def _moved(given: Problem, layout: Layout) -> int:
+    """Memory of the layers that workers hold in a layout and did not hold before; without weights, their number."""
+    weights = given.costs.weights if any(given.costs.weights) else (1,) * given.grid.layer_count
+    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.workers[worker].holds
+               for layer in layers_in(ranges).difference(given.layers_held(worker)))
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +183,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How often each technique was tried for this schedule, and how often it helped."""
     end: End | None = None
     """Why the search ended, where that is known."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
+        """That of a schedule. There is no evidence of what is optimal."""
+        return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
     @property
     def period(self) -> float:
@@ -101,17 +228,18 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
-        speed = Speed(options.seconds, clock)
+        speed = Speed(options.seconds, clock, options.params.blocks)
         told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
         # Counted steps of the reference are its own, so that no plan depends on what is known of it.
         other = options.clock()
-        aside = Budget(deadline=other.now() + FAULT_FREE_SHARE * options.seconds, clock=other, seed=options.seed,
+        share = options.params.blocks.reference_share
+        aside = Budget(deadline=other.now() + share * options.seconds, clock=other, seed=options.seed,
                        stop=stop, progress=SearchProgress(
                            lambda line: progress(f"with no worker down, to compare with: {line}")))
-        other_speed = speed if options.steps is None else Speed(options.seconds, other)
+        other_speed = speed if options.steps is None else Speed(options.seconds, other, options.params.blocks)
         itself = not failed and options.layers == "fixed"
         fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
-        found, why = _search(options, job, failed, told, speed)
+        found = _search(options, job, failed, told, speed)
         schedule = found.schedule
         alike = is_alike(schedule)
         if itself and alike:
@@ -122,9 +250,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
             fault_free = _fault_free(options, job, fault_free, rest, other_speed)
             if fault_free and alike:
                 fault_free = fault_free.at_most(schedule.seconds(schedule.period_ticks))
-        evidence = None if schedule.status == "optimal" else why() or None
         return msgspec.structs.replace(found, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
-                                       evidence=evidence, fault_free=fault_free, tally=budget.tally)
+                                       fault_free=fault_free, tally=budget.tally)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
@@ -133,7 +260,7 @@ def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget:
     if (known and known.close) or (budget.seconds < 0.0 and known):
         return known
     try:
-        schedule = _search(reference_options(options), job, (), budget, speed, grace=False)[0].schedule
+        schedule = _search(reference_options(options), job, (), budget, speed, grace=False).schedule
         return _reference(schedule, options).better(known)
     except TooLargeError:
         return known
@@ -156,36 +283,38 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
-        found, _ = _search(options, job, failed, budget, Speed(options.seconds, clock))
+        found = _search(options, job, failed, budget,
+                        Speed(options.seconds, clock, options.params.blocks))
         return msgspec.structs.replace(found, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
 
 
-Found = tuple[Plan, Callable[[], str]]
-"""A plan by itself, and what tells of its gap: few ask."""
-
-
 def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
-                search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Found]) -> Found:
+                search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
     """The best schedule whose reductions overlap compute. Micro-batches are cut for them: of bounds only those hold
     that allow it, and count no reductions."""
     at_first = budget.within(AT_FIRST[options.layers] * budget.seconds)
-    found, why = search(options, without_reductions(job), failed, at_first)
+    found = search(options, without_reductions(job), failed, at_first)
     bound, tick = Bound(found.schedule.lower_bound_ticks, found.schedule.scope), found.schedule.tick_seconds
     if Scope.PLACE.holds_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
-    best = msgspec.structs.replace(found, schedule=beside_compute(found.schedule, job, bound, tick))
+    best = _beside(found, job, bound, tick)
     if best.schedule.status != "optimal" and options.method not in BASELINES:
-        found, other = search(options, without_reductions(job, HALF), failed, budget)
-        made = msgspec.structs.replace(found, schedule=beside_compute(found.schedule, job, bound, tick))
-        if made.period < best.period:
-            return made, other
-    return best, why
+        found = search(options, without_reductions(job, HALF), failed, budget)
+        made = _beside(found, job, bound, tick)
+        best = made if made.period < best.period else best
+    return best
+
+
+def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float) -> Plan:
+    """A plan without reductions, with those of the job."""
+    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds), evidence=found.evidence,
+                   fixed_period=found.fixed_period, end=found.end)
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
-            grace: bool = True) -> Found:
+            grace: bool = True) -> Plan:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
     if overlaps(job):
         return _overlapped(options, job, failed, budget, partial(_search, speed=speed, grace=grace))
@@ -213,22 +342,22 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         given = problem if part is job else in_place.problem(part, failed)
         return sum(piece.problem.operations for piece in decompose(given))
 
-    whole = options.layers == "move" and ops_of(job) <= LARGEST_MOVED
+    whole = (options.layers == "move" or options.steps == 1) and ops_of(job) <= options.params.blocks.largest_moved
     blocks = None if whole else blocks_within(job, ops_of, budget.seconds, plan_block, speed, grace=grace)
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
-    schedule = repeated(job, blocks, strongest_bound(problem), plan_block)
-    return Plan(schedule=schedule), (lambda: f"planned as {said}, each of which fills and drains the pipelines; with "
-                                     "more time the whole iteration is planned at once")
+    why = f"planned as {said}, each of which fills and drains the pipelines; with more time the whole iteration is " \
+          "planned at once"
+    return Plan.of(repeated(job, blocks, strongest_bound(problem), plan_block), evidence=why)
 
 
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
-              budget: Budget) -> Found:
+              budget: Budget) -> Plan:
     """The best schedule of whatever answers these failures."""
     solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
-    return Plan(schedule=_checked(solved), fixed_period=solved.fixed_period, end=solved.end), solved.evidence
+    return Plan.of(_checked(solved), fixed_period=solved.fixed_period, end=solved.end, evidence=solved.evidence)
 
 
 def _checked(solved: Solved) -> Schedule:

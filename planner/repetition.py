@@ -16,25 +16,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock
 from slipstream.planner.compiled import load
 from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.loops import plain
+from slipstream.planner.model.problem import Bound
+from slipstream.planner.params import DEFAULTS, BlockParams
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Worker, period_ticks, place
-
-CERTAIN, QUICK = 50_000, 20_000
-"""Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured.
-The second: where there is no grace."""
-SAMPLE = 21_000
-"""Compute ops of the part of a job by which speed is measured."""
-GRACE_SECONDS, GRACE_SHARE = 1.0, 0.2
-"""What a plan may take beyond its time limit: the larger of the two."""
-MARGIN, WHOLE_MARGIN = 1.25, 1.75
-"""How much longer large things may take, for each op, than the sample: to join blocks, and to plan without any."""
-BLOCK_SHARE = 0.3
-"""Share of the time that the first plan of all blocks may take; the rest improves it."""
 
 OpsOf = Callable[[Job], int]
 """How many compute ops the different pieces of a job are."""
@@ -59,9 +48,9 @@ class Pace(NamedTuple):
 class Speed:
     """The pace of this machine, measured when it is first asked for, and how much processor time a plan has left."""
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: Clock, params: BlockParams = DEFAULTS.blocks) -> None:
         self._pace: Pace | None = None
-        self.clock = clock
+        self.clock, self.params = clock, params
         self._end = clock.processor() + seconds
 
     @property
@@ -72,7 +61,7 @@ class Speed:
     def pace(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
         """By a part of this job, or of the first one that was asked about."""
         if self._pace is None:
-            sample = sample_of(job, ops_of)
+            sample = sample_of(job, ops_of, self.params.sample)
             self._pace = measured(sample, ops_of(sample), plan_block, self.clock)
         return self._pace
 
@@ -92,27 +81,27 @@ def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock
     `grace`: whether it may take somewhat longer. Raises TooLargeError where the plan could not even be put together and
     checked.
     """
-    ops = ops_of(job)
-    if ops <= (CERTAIN if grace else QUICK):
+    ops, params = ops_of(job), speed.params
+    if ops <= (params.certain if grace else params.quick):
         return None
     began = speed.clock.thread()
     pace = speed.pace(job, ops_of, plan_block)
     left = seconds - (speed.clock.thread() - began)
-    if pace.plan * ops * WHOLE_MARGIN < left:
+    if pace.plan * ops * params.whole_margin < left:
         return None
     joining = pace.join * ops
-    allowed = left - pace.plan * SAMPLE
+    allowed = left - pace.plan * params.sample
     if grace:
-        allowed += max(GRACE_SECONDS, GRACE_SHARE * seconds) + max(0.0, speed.seconds - left)
+        allowed += max(params.grace_seconds, params.grace_share * seconds) + max(0.0, speed.seconds - left)
     planning = max(0.0, left - joining)
-    size = max(SAMPLE, BLOCK_SHARE * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
+    size = max(params.sample, params.share * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
     number = _even(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), job)
     if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
         if pace.plan * ops < allowed:
             return None
         joining = pace.plan * ops
-    if joining * MARGIN > allowed:
-        raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * MARGIN), joining * MARGIN))
+    if joining * params.margin > allowed:
+        raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * params.margin), joining * params.margin))
     return Blocks(number, planning)
 
 
@@ -123,16 +112,16 @@ def _even(number: int, job: Job) -> int:
     return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
-def sample_of(job: Job, ops_of: OpsOf) -> Job:
-    """A part of a job, of about `SAMPLE` compute ops where that is possible.
+def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
+    """A part of a job, of about so many compute ops where that is possible.
 
     Fewer micro-batches are shared by fewer pipelines where workers failed, so that there is less to plan in them than
     their share: a sample that is too small would take its time for other things than ops.
     """
-    blocks = max(1, min(ops_of(job) // SAMPLE, min(job.microbatches) // job.chains))
+    blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))
     ops = ops_of(sample)
-    return sample if 2 * ops >= SAMPLE or blocks <= 2 else next(blocks_of(job, max(2, blocks * ops // SAMPLE)))
+    return sample if 2 * ops >= size or blocks <= 2 else next(blocks_of(job, max(2, blocks * ops // size)))
 
 
 def measured(sample: Job, ops: int, plan_block: PlanBlock, clock: Clock) -> Pace:

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog, both
+from slipstream.runtime.coordinator.event_log import EventLog, both, last_checkpoint
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from slipstream.runtime.coordinator.metrics import record_metrics
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
@@ -34,6 +35,7 @@ from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.layer_sizes import state_bytes
 from slipstream.runtime.model.tensor_codec import TensorError
 from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
+from slipstream.runtime.processes.faults import Crashes
 from slipstream.runtime.processes.fork_server import ForkServer, adopt
 from slipstream.runtime.processes.found_workers import FoundWorker, find_workers
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
@@ -186,10 +188,11 @@ class _Launch:
                             validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
+            writer = stack.enter_context(Writer(options.notify))
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard, options.notify,
+                                                         options.tensorboard, writer.say, writer,
                                                          options.observe_iteration))
-            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), options.notify))
+            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), writer.say, writer))
             event_log.iteration = first
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
@@ -200,10 +203,13 @@ class _Launch:
             alive = [worker for worker, one in found.items() if one.whole]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, options.notify)),
-                self._processes(fork_server, opened, settings, found if behind is not None else None), event_log)
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, writer.say, writer)),
+                self._processes(fork_server, opened, settings, found if behind is not None else None, left.crashes,
+                                lambda crashes: writer(partial(leave_behind, out, replace(left, crashes=crashes)))),
+                event_log,
+                writer)
             leave_behind(out, left)
-            stack.push(partial(_unless_failed, forget_left_behind, out))
+            stack.push(partial(_unless_failed, writer, partial(forget_left_behind, out)))
             try:
                 with events.processes.running(found=behind is not None):
                     asyncio.run(events.serve(listener, self.stop))
@@ -271,7 +277,8 @@ class _Launch:
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
         return LeftBehind(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
-                          fork_server=fork_server.hold(seconds, settings.secret.hex()) if seconds else None)
+                          fork_server=fork_server.hold(seconds, settings.secret.hex()) if seconds else None,
+                          crashes=() if behind is None else behind.crashes)
 
     def _run(self, setup: Setup, settings: NodeSettings, behind: LeftBehind | None, losses: Sequence[float] | None,
              alive: Sequence[Worker]) -> Run:
@@ -289,10 +296,12 @@ class _Launch:
                    grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,
                    stall_timeout_seconds=resilience.stall_timeout_seconds, behind=behind, losses=losses,
+                   checkpointed=None if behind is None else last_checkpoint(self.out),
                    gone=[worker for worker in self.fit.shares[0] if worker not in alive])
 
     def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
-                   found: Mapping[Worker, FoundWorker] | None) -> ProcessManager:
+                   found: Mapping[Worker, FoundWorker] | None, crashes: Crashes,
+                   keep: Callable[[Crashes], None]) -> ProcessManager:
         """`found` are the workers here that lived; None: all are to be started."""
         fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
@@ -302,7 +311,7 @@ class _Launch:
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
                               self.resilience.node_failures, degradable=self._degradable(),
-                              faults_per_hour=self.resilience.faults_per_hour,
+                              faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep,
                               without={worker: one.without for worker, one in (found or {}).items()
                                        if one.without is not None})
 

@@ -30,10 +30,12 @@ from slipstream.runtime.protocol import to_node_agent
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.channel import Channel
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
+from slipstream.runtime.protocol.node_reports import Gatherer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
 from slipstream.runtime.protocol.to_node_agent import (
+    GoOn,
     KillWorker,
     NodeSetup,
     NodeTaken,
@@ -89,10 +91,13 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             stack.enter_context(locked(out, node))
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
+            # That of one worker would have nothing to put together.
+            gatherer = stack.enter_context(Gatherer()) if len(setup.workers) > 1 else None
+            settings = replace(settings, reports=None if gatherer is None else gatherer.address)
             processes = NodeProcesses(fork_server or stack.enter_context(ForkServer()), rendezvous, setup.workers,
                                       gpu_count(setup.device), settings, gpus.first)
             with processes.running(restarted=setup.restarted):
-                agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
+                agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, gatherer, notify=notify,
                                    grace_seconds=grace_seconds,
                                    coordinator_timeout_seconds=job.coordinator_timeout_seconds)
                 error = agent.serve()
@@ -189,14 +194,16 @@ def _join_node(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds:
 class _NodeAgent:
     """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
 
-    def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals, *,
-                 notify: Callable[[str], None], grace_seconds: float, coordinator_timeout_seconds: float) -> None:
+    def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
+                 gatherer: Gatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
+                 coordinator_timeout_seconds: float) -> None:
         self._node = node
         self._link = link
         self._limit = limit
         self._heard = time.monotonic()
         """When node 0 said anything last."""
         self._processes = processes
+        self._gatherer = gatherer
         self._stop = stop
         self._notify = notify
         self._grace_seconds = grace_seconds
@@ -236,6 +243,9 @@ class _NodeAgent:
         with selectors.DefaultSelector() as selector:
             for one in (link, self._processes, woken):
                 selector.register(one, selectors.EVENT_READ)
+            if self._gatherer is not None:
+                selector.register(self._gatherer, selectors.EVENT_READ)
+                self._gatherer.begin()
             while True:
                 ready = [] if link.pending else [key.fileobj for key, _ in selector.select(self._pause())]
                 if link in ready:
@@ -258,6 +268,10 @@ class _NodeAgent:
                             self._processes.do(message)
                         case KillWorker():
                             self._processes.do(message)
+                        case GoOn() if self._gatherer is not None:
+                            self._gatherer.answered(message)
+                for gathered in [] if self._gatherer is None else self._gatherer.gathered():
+                    link.send(gathered)
                 if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
                     return None
 

@@ -19,6 +19,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     latest,
     tidy,
 )
+from slipstream.runtime.processes.faults import Crashes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.files import write_atomically
 
@@ -44,6 +45,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint that the run began from."""
     fork_server: str | None
     """The name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt`)."""
+    crashes: Crashes = ()
 
 
 _LEFT_BEHIND = msgspec.json.Decoder(LeftBehind)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, _register_process_group, _unregister_all_process_groups
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed import ProcessGroupGloo, Work, distributed_c10d
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
@@ -100,6 +100,35 @@ def without_function_mode() -> Iterator[None]:
     else:
         with _pop_mode_temporarily():
             yield
+
+
+@contextmanager
+def without_process_groups() -> Iterator[None]:
+    """torch.distributed as if it had no process group; afterwards it has those of before.
+
+    For: a default group of our own, which meshes of devices are made of, in a program that has another.
+    Replaced by: `init_device_mesh` with the group that it is to be of.
+    """
+    world = distributed_c10d._world
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg,
+              world.pg_to_tag)
+    kept, default, count = [dict[Any, Any](table) for table in tables], world.default_pg, world.group_count
+
+    def put(default: Any, count: int, kept: Sequence[Mapping[Any, Any]]) -> None:
+        _unregister_all_process_groups()
+        for table, entries in zip(tables, kept, strict=True):
+            cast(dict[Any, Any], table).clear()
+            cast(dict[Any, Any], table).update(entries)
+        for group, name in world.pg_names.items():
+            _register_process_group(name, group)
+        distributed_c10d._update_default_pg(default)
+        world.group_count = count
+
+    put(None, 0, [{}] * len(tables))
+    try:
+        yield
+    finally:
+        put(default, count, kept)
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: Sequence[GlooDevice]) -> Group:

@@ -1,6 +1,6 @@
 """The contract between planner, runtime and command line: what a schedule is, its JSON, and the independent checker.
 
-    schedule          a schedule as data, of what `grid`, `layers`, `ops` and `costs` define
+    schedule          a schedule as data: grid, ops, costs, and the question that its bound answers
     precedence        which op of a micro-batch waits for which, as a table
     codec             schedules as JSON (`document` and `files` read and write within bounds)
     check             whether a schedule obeys every rule (`equal`, `text_excerpt`)

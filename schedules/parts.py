@@ -2,7 +2,8 @@
 
 A worker needs its own program, the tensors that it sends and receives, and with whom it sums gradients. Tensors are
 numbered here, among pipelines that share micro-batches: the same number at both ends. What is equal for several workers
-is one content, named by its digest: all workers of a column that are far from any failure have the same.
+is one content, named by its digest: all workers of a column that are far from any failure have the same. Nobody follows
+planned times, so that these are left out, and who runs the same ops in the same order as before has the same content.
 """
 
 import hashlib
@@ -12,10 +13,10 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from slipstream.schedules.graph import groups, programs_of, transfers
+from slipstream.schedules.graph import groups, programs_of, topological_order, transfers
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.precedence import OpKey, Tensor, consumers
-from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Program, Schedule, Seat, Worker
+from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
 """The ranges of layers by which a worker reduces gradients, each with all workers that do."""
@@ -52,7 +53,7 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Part(Schedule, frozen=True, kw_only=True):
-    """A schedule as one worker knows it: with its own seat and program alone."""
+    """A schedule as one worker knows it: with its own seat and program alone, all ops of which start at tick 0."""
 
     crossings: tuple[Crossing, ...] = ()
     """What it sends and receives, by number."""
@@ -122,7 +123,7 @@ def divide(schedule: Schedule, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
 
     # Neither failures nor the plan's own figures are in it: it stays the same from one order to the next.
     frame = keep(msgspec.structs.replace(schedule, seats=(), programs=(), failed=(), period_ticks=0,
-                                         lower_bound_ticks=0, status="feasible", method=""))
+                                         lower_bound_ticks=0, status="feasible", method="", bound_scope=msgspec.UNSET))
     works = dict(_works(schedule, keep))
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     sums_of_program = _sums(schedule)
@@ -166,12 +167,16 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
     """What each worker whose role is in these pipelines sends and receives, by number.
 
     These pipelines share no micro-batch with the rest, and the schedule passes its checks. So its times put ops in an
-    order that all can follow; where ops that take no time leave that open, the graph does.
+    order that all can follow; where ops that take no time leave that open, the graph does. In a pipeline by itself each
+    op counts as early as it can be: its numbers stay the same where a failure elsewhere only makes it wait.
     """
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
     places = _places(schedule, seats)
-    found = _numbered(schedule, places, _by_time(schedule, places))
+    if len(pipelines) == 1:
+        earliest = _earliest(schedule, programs_of(schedule, pipelines))
+        places = {key: made._replace(start_ticks=earliest[key]) for key, made in places.items()}
+    found = _numbered(schedule, places, sorted(places, key=places.__getitem__))
     if not _can_be_followed(found):
         found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
     by_worker: dict[Worker, list[Crossing]] = {seat.worker: [] for seat in seats}
@@ -196,13 +201,17 @@ def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[
             continue
         mine, shift = crossings_by_worker(schedule, group), alone or 0
         for seat in (one for pipeline in group for one in seats[pipeline]):
-            program = schedule.programs[seat.program]
-            work = Work(program, tuple(one.shifted(-shift) if shift else one for one in mine[seat.worker]),
+            work = Work(tuple(_untimed(op) for op in schedule.programs[seat.program]),
+                        tuple(one.shifted(-shift) if shift else one for one in mine[seat.worker]),
                         () if whole else tuple(_routes(schedule, seat, shift)))
             digest = keep(work)
             if alike is not None:
                 known.setdefault(alike, {})[seat.worker.column] = digest
             yield seat.worker, (shift, digest)
+
+
+def _untimed(op: ProgramOp) -> ProgramOp:
+    return ProgramOp(op.kind, op.slice, op.microbatch, 0, op.pipeline)
 
 
 def _routes(schedule: Schedule, seat: Seat, shift: int) -> Iterator[Route]:
@@ -225,37 +234,48 @@ def _sums(schedule: Schedule) -> list[Sums]:
 
 
 class _Made(NamedTuple):
-    """Where an op is: on which worker, at which place of its program, and when by plan."""
+    """When an op that gives something to others, or takes it, begins by plan, and where. Of equals, the one that is
+    earlier on its way is less."""
 
-    worker: Worker
-    place: int
     start_ticks: int
+    way: int
+    place: int
+    """In the program of its worker."""
+    worker: Worker
 
 
+_EXCHANGING = OpKind.F, OpKind.I, OpKind.B
 Places = Mapping[OpKey, _Made]
 
 
 def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
-    found = {}
+    found: dict[OpKey, _Made] = {}
     for seat in seats:
-        own = seat.role.pipeline
+        own, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
-            if op.kind in COMPUTE_KINDS:
+            if op.kind in _EXCHANGING:
                 pipeline = own if op.pipeline is None else op.pipeline
                 key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
-                found[key] = _Made(seat.worker, place, op.start_ticks)
+                path = schedule.path(pipeline, key[3])
+                way = path.index(key[1])
+                found[key] = _Made(op.start_ticks, way if op.kind is OpKind.F else 2 * len(path) - way, place, worker)
     return found
 
 
-def _by_time(schedule: Schedule, places: Places) -> list[OpKey]:
-    """Ops that may give something to others, by their planned starts; of equals, the one that is earlier on its way."""
-    def when(key: OpKey) -> tuple[int, int, int]:
-        kind, slice, pipeline, microbatch = key
-        path, made = schedule.path(pipeline, microbatch), places[key]
-        position = path.index(slice)
-        return made.start_ticks, position if kind is OpKind.F else 2 * len(path) - position, made.place
-
-    return sorted((key for key in places if key[0] is not OpKind.W), key=when)
+def _earliest(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Mapping[OpKey, int]:
+    """When each compute op begins, in ticks, where none is later than its worker and what it waits for make it."""
+    begins: dict[OpKey, int] = {}
+    ends: dict[OpKey, tuple[int, Worker]] = {}
+    free: dict[Worker, int] = defaultdict(int)
+    for op in topological_order(schedule, programs):
+        if isinstance(op, Op) and op.kind in COMPUTE_KINDS:
+            key, worker = op_key(op), op.worker
+            came = [end + (schedule.times.transfer if other != worker else 0) for end, other in (
+                ends[before] for before in producers(key, schedule.path(key[2], key[3])) if before in ends)]
+            begins[key] = max([free[worker], *came])
+            free[worker] = begins[key] + op.end_ticks - op.start_ticks
+            ends[key] = free[worker], worker
+    return begins
 
 
 def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
@@ -273,33 +293,24 @@ def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> l
 def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
     found: list[Crossing] = []
     for key in order:
-        made = places[key]
+        _, _, made, source = places[key]
         _, _, pipeline, microbatch = key
         for taker, rule in consumers(key, schedule.path(pipeline, microbatch)):
             takes = places.get(taker) if rule.tensor is not None else None
-            if takes is not None and takes.worker != made.worker:
+            if takes is not None and takes.worker != source:
                 assert rule.tensor is not None
-                found.append(Crossing(len(found), rule.tensor, taker[1], pipeline, microbatch, made.worker,
-                                      takes.worker, made.place, takes.place))
+                found.append(Crossing(len(found), rule.tensor, taker[1], pipeline, microbatch, source, takes.worker,
+                                      made, takes.place))
     return found
 
 
 def _can_be_followed(crossings: Sequence[Crossing]) -> bool:
     """Whether each worker has taken what its program takes before, and given what it gives before, at each number."""
     given: dict[Worker, int] = {}
-    mine: dict[Worker, list[tuple[int, int, int]]] = defaultdict(list)
     for one in crossings:
-        if given.get(one.source, -1) > one.made:
+        if given.get(one.source, -1) > one.made or given.get(one.target, -1) >= one.taken:
             return False
         given[one.source] = one.made
-        mine[one.source].append((one.made, 1, one.number))
-        mine[one.target].append((one.taken, 0, one.number))
-    for steps in mine.values():
-        highest = -1
-        for _, gives, number in sorted(steps):
-            if gives and number < highest:
-                return False
-            highest = highest if gives else max(highest, number)
     return True
 
 

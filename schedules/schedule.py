@@ -10,40 +10,374 @@ the pipeline of a micro-batch only where it differs from the pipeline of the rol
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from functools import cached_property
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
-from slipstream.schedules.costs import Memory, Slow, Times
-from slipstream.schedules.grid import Grid, VirtualStage, Worker
-from slipstream.schedules.layers import LayerRange, layers_text
-from slipstream.schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
-from slipstream.schedules.scope import Scope
+from slipstream.schedules.layers import LayerRange as LayerRange
+from slipstream.schedules.layers import joined_ranges, layers_text, total, totals
 
-__all__ = [
-    "COMPUTE_KINDS",
-    "BackwardMode",
-    "Grid",
-    "LayerRange",
-    "Memory",
-    "Op",
-    "OpKind",
-    "OptimizerMode",
-    "Origin",
-    "Program",
-    "ProgramOp",
-    "Schedule",
-    "Scope",
-    "Seat",
-    "Slow",
-    "Status",
-    "Times",
-    "VirtualStage",
-    "Worker",
-    "period_ticks",
-    "place",
-]
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+class NoScheduleError(RuntimeError):
+    """No schedule can be had for what is asked. The message is one line, or empty where failures end the run."""
+
+
+# --- The shape of a job: workers, virtual stages and their layers -----------------------------------------------------
+
+
+class Worker(NamedTuple):
+    """A worker, or the role of one: the process that holds column `column` of pipeline `pipeline`.
+
+    Without virtual stages the column is the stage. Written `pipeline.column`, e.g. `1.2`.
+    """
+
+    pipeline: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.pipeline}.{self.column}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `pipeline.column`. Raises ValueError that names the text."""
+        pipeline, dot, column = text.partition(".")
+        if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
+            raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
+        return cls(int(pipeline), int(column))
+
+
+class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
+
+    column: int
+    layers: LayerRange | None = None
+
+
+class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True,
+           dict=True):
+    """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them.
+
+    With several chains (bidirectional pipelines: Chimera, Li & Hoefler 2021) they are as many runs of equal length, one
+    after the other, and a micro-batch visits one run only. Stages at the same place of different chains are *copies*:
+    they hold the same layers, and their gradients are reduced together.
+    """
+
+    pipelines: int
+    columns: int
+    microbatches: tuple[int, ...]
+    """Micro-batches per iteration, one number a pipeline."""
+    stages: tuple[VirtualStage, ...]
+    chains: int = 1
+    """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
+
+    @property
+    def depth(self) -> int:
+        """Virtual stages that a micro-batch visits."""
+        return len(self.stages) // self.chains
+
+    def path(self, microbatch: int) -> range:
+        """The virtual stages that a micro-batch visits, in order."""
+        return self._paths[microbatch % self.chains]
+
+    @cached_property
+    def _paths(self) -> tuple[range, ...]:
+        return tuple(range(first, first + self.depth) for first in range(0, len(self.stages), self.depth))
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a chain ends with this stage."""
+        return (stage + 1) % self.depth == 0
+
+    def original(self, stage: int) -> int:
+        """The same for all copies of a stage: the one in the first chain."""
+        return stage % self.depth
+
+    def workers(self) -> Iterator[Worker]:
+        """Every worker of the grid, failed ones included, sorted."""
+        for pipeline in range(self.pipelines):
+            for column in range(self.columns):
+                yield Worker(pipeline, column)
+
+    def stages_of(self, column: int) -> tuple[int, ...]:
+        """The virtual stages a worker of this column holds, ascending."""
+        return self._stages_by_column[column]
+
+    @cached_property
+    def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.columns)]
+        for index, stage in enumerate(self.stages):
+            held[stage.column].append(index)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+        """[column] the layers of its stages, as ascending ranges that do not touch."""
+        return tuple(joined_ranges(self.layers_of(stage) for stage in held) for held in self._stages_by_column)
+
+    @cached_property
+    def layers_by_stage(self) -> tuple[LayerRange, ...]:
+        """The layers of each virtual stage.
+
+        They are the model's where the stages of each chain name them, from 0 on and at least one each. Else every
+        stage counts as one layer.
+        """
+        given = tuple(stage.layers for stage in self.stages)
+        named = tuple(layers for layers in given if layers is not None)
+        chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
+        if len(named) == len(given) and all(_tile_from_zero(chain) for chain in chains):
+            return named
+        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model: a route tiles 0 to `layer_count`."""
+        return self.layers_by_stage[self.depth - 1][1]
+
+    def layers_of(self, stage: int) -> LayerRange:
+        """The layers of a virtual stage."""
+        return self.layers_by_stage[stage]
+
+    @property
+    def total_microbatches(self) -> int:
+        """Micro-batches of all pipelines in one iteration."""
+        return sum(self.microbatches)
+
+
+def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
+    return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
+        before[1] == after[0] for before, after in pairwise(ranges))
+
+
+# --- Ops, as a program stores them and as they happen; seats, which run programs --------------------------------------
+
+
+Origin = Literal["own", "rerouted", "shed"]
+"""Whose micro-batch a worker runs: one of its own pipeline, or of another whose own worker is down, or alive."""
+
+
+class OpKind(StrEnum):
+    """Kinds of op, with the letters torch.distributed.pipelining uses."""
+
+    F = "F"  # forward
+    I = "I"  # backward for the input
+    W = "W"  # backward for the weights
+    B = "B"  # I then W, fused
+    A = "A"  # gradient all-reduce of a slice over all live workers that hold its layers
+    O = "O"  # optimizer step of a worker
+
+
+COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
+
+
+class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """An op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if not the role's.
+
+    `slice` is a number of `Schedule.layers_of`, None for O; `microbatch` is None for A and O. `pipeline` None means the
+    pipeline of the role that runs it.
+    """
+
+    kind: OpKind
+    slice: int | None
+    microbatch: int | None
+    start_ticks: int
+    pipeline: int | None = None
+
+
+Program = tuple[ProgramOp, ...]
+
+
+class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """A live worker: `[worker, role, program, holds]`. Role equals worker unless normalisation moved it."""
+
+    worker: Worker
+    role: Worker
+    program: int
+    holds: tuple[LayerRange, ...] | None = None
+    """The layers it holds: ascending ranges that do not touch. None: those of its role's stages."""
+
+
+class Op(msgspec.Struct, frozen=True, gc=False, order=True):
+    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval.
+
+    `Schedule.op_text` says which layers its slice has.
+    """
+
+    kind: OpKind
+    slice: int | None
+    pipeline: int | None
+    microbatch: int | None
+    worker: Worker
+    start_ticks: int
+    end_ticks: int
+
+    def __str__(self) -> str:
+        if self.kind is OpKind.O:
+            return f"O on {self.worker}"
+        if self.kind is OpKind.A:
+            return f"A(slice {self.slice}) on {self.worker}"
+        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, slice {self.slice}) on {self.worker}"
+
+
+# --- What ops take: time in ticks, and room on a worker ---------------------------------------------------------------
+
+
+class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
+
+    worker: Worker
+    per_mille: int
+
+
+class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What each layer costs at least, one value a layer: what bounds for all layouts count.
+
+    Layers may need finer units than whole stages: `per_tick` of them are a tick of the schedule, and `per_unit` a unit
+    of its memory, as fractions (numerator, denominator).
+    """
+
+    per_tick: tuple[int, int] = (1, 1)
+    per_unit: tuple[int, int] = (1, 1)
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    all_reduce: tuple[int, ...]
+    activation: tuple[int, ...]
+    """0 where memory is unlimited; so are the next."""
+    weight_stash: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
+
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    all_reduce: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    transfer: int
+    slow: tuple[Slow, ...] = ()
+    optimizer_of_layer: tuple[int, ...] = ()
+    """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
+    of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
+    """A file has this key only where the bound is one for layouts, too."""
+    overlap: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether A occupies the links of its workers, one A at a time, and leaves their compute to other ops; else it
+    occupies both. A file has this key only where it does."""
+
+    def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
+        """How long an op takes on a physical worker: the one place where durations are looked up.
+
+        `where` is the slice; for O, the column whose role the worker plays (see also `optimizer_ticks`).
+        """
+        if kind is OpKind.O:
+            return self.optimizer[where]
+        if kind is OpKind.A:
+            return self.all_reduce[where]
+        if kind is OpKind.B:
+            return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
+        ticks = _per_slice(self, kind)[where]
+        return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
+
+    def optimizer_ticks(self, seat: Seat) -> int:
+        """How long the O of a live worker takes: by its column, or by the layers that it holds."""
+        if seat.holds is None:
+            return self.optimizer[seat.role.column]
+        return total(self._optimizer_before, seat.holds)
+
+    @cached_property
+    def _optimizer_before(self) -> tuple[int, ...]:
+        return totals(self.optimizer_of_layer)
+
+    @cached_property
+    def per_mille_of(self) -> Mapping[Worker, int]:
+        """The slow workers, each with its share of the usual time."""
+        return {slow.worker: slow.per_mille for slow in self.slow}
+
+
+def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
+    if kind is OpKind.F:
+        return times.forward
+    return times.backward_input if kind is OpKind.I else times.backward_weight
+
+
+class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A worker that has another capacity than its column."""
+
+    worker: Worker
+    capacity: int
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Room on a worker, in multiples of `unit`."""
+
+    unit: float
+    capacity: tuple[int, ...]
+    """One a column: what a worker has for activations beside the layers of its own stages."""
+    activation: tuple[int, ...]
+    """One a slice, stages first: held from F start to I end, per micro-batch."""
+    weight_stash: tuple[int, ...]
+    """One a slice, stages first: held from I end to W end, per micro-batch."""
+    weights: tuple[int, ...] = ()
+    """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
+    capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Workers that have another one; a file has this key only where there are any."""
+
+    def beside(self, worker: Worker, column: int) -> int:
+        """The room of a worker beside the layers of a column, which may be the one of a role that it plays."""
+        return self._capacity_of.get(worker, self.capacity[column])
+
+    @cached_property
+    def _capacity_of(self) -> Mapping[Worker, int]:
+        return {one.worker: one.capacity for one in self.capacity_of or ()}
+
+    @cached_property
+    def weights_before(self) -> tuple[int, ...]:
+        """The weights of the first 0, 1, 2 ... layers."""
+        return totals(self.weights)
+
+
+# --- The question that a bound on the period answers: among which schedules none is shorter ---------------------------
+
+
+class Scope(StrEnum):
+    """From the narrowest question to the widest: what is proven of a wider one holds of a narrower one."""
+
+    OWN = "own micro-batches"
+    """Workers keep their layers. A live worker runs its stages of all micro-batches of its pipeline, and of no others
+    but those of failed workers."""
+    STAGES = "whole stages"
+    """Workers keep their layers, and any holder of a stage may run it for any micro-batch."""
+    PLACE = "layers in place"
+    """Workers keep their layers, and a micro-batch may be cut within a stage."""
+    ROLES = "roles"
+    """So many failures, whichever roles are left vacant: live workers may take over others. Slow ones keep theirs."""
+    LAYERS = "any layers"
+    """Any live worker may hold any layers."""
+
+    def holds_for(self, narrower: "Scope") -> bool:
+        """Whether what is proven for this question is proven for another one."""
+        return _WIDTH[narrower] <= _WIDTH[self]
+
+    @property
+    def words(self) -> str:
+        """What follows `no schedule is shorter`."""
+        return _WORDS[self]
+
+
+_WIDTH = {scope: width for width, scope in enumerate(Scope)}
+_WORDS = {Scope.OWN: "with layers and micro-batches in place",
+          Scope.STAGES: "with whole stages in place", Scope.PLACE: "with layers in place",
+          Scope.ROLES: "whoever plays which role", Scope.LAYERS: "wherever layers are"}
+
+
+# --- Schedules --------------------------------------------------------------------------------------------------------
+
 
 BackwardMode = Literal["split", "fused"]
 OptimizerMode = Literal["staggered", "synchronous"]

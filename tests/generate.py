@@ -7,16 +7,13 @@ import networkx as nx
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.problem import Bound, Problem, Solution
 from slipstream.planner.model.start_times import earliest, solution_period
-from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 from slipstream.schedules.graph import Collective, Node, arcs
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
 from slipstream.schedules.schedule import (

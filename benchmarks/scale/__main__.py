@@ -1,11 +1,12 @@
 """How the control plane grows: from 16 workers to 16,384, with the real coordinator and workers that compute nothing.
 
-    python -m benchmarks.scale [--workers 64 256 1024] [--phases start busy steady death back restart] [--table DIR]
-                               [--heartbeat-timeout 5] [--patience 120] [--profile FILE] [--json FILE]
+    python -m benchmarks.scale [--workers 64 256 1024] [--phases start busy steady ahead death back restart]
+                               [--table DIR] [--heartbeat-timeout 5] [--patience 120] [--profile FILE] [--json FILE]
 
 - start: all connect, prove that they know the secret, and get their first order;
 - busy: workers answer at once, so that this is the least that an iteration takes;
 - steady: iterations of a second, and the share of a core that node 0 needs for them;
+- ahead: what may fail next is planned for, until all of it is known; else a death is answered by a plan of that moment;
 - death: one worker dies; from then until it is missed, all are told to stop, a schedule is planned (or looked up in
   --table), the order is made, and the last survivor has it; bytes sent for it;
 - back: the dead worker comes back; the pause is from the last acknowledgement to the last worker's order;
@@ -27,7 +28,7 @@ from rich.console import Console
 
 from benchmarks.scale.cluster import Cluster, Found
 
-PHASES = ("start", "busy", "steady", "death", "back", "restart")
+PHASES = ("start", "busy", "steady", "ahead", "death", "back", "restart")
 
 
 async def measure(workers: int, folder: Path, options: argparse.Namespace, console: Console) -> Found:

@@ -119,6 +119,8 @@ class ChaosAgent(FakeAgent):
                 self.world.start(message.worker)
             case KillWorker():
                 self.world.killed(message.worker)
+            case _:
+                super().take(message)
 
 
 class ProcessesOfNode0(NoProcesses):
@@ -329,17 +331,21 @@ class World:
 
     # --- what workers do (`FakeWorker` calls these)
 
+    def agent_of(self, worker: Worker) -> ChaosAgent | None:
+        """What gathers a worker's reports."""
+        return self.agents.get(self.node_of[worker])
+
     def prepared(self, _: ChaosWorker) -> None:
         """A worker is ready."""
 
     def trains(self, fake: ChaosWorker, message: Train) -> None:
         """A worker has an order."""
-        if message.number > self.order:
-            self.order, self.members = message.number, frozenset(self.every).difference(message.failed)
+        if message.order > self.order:
+            self.order, self.members = message.order, frozenset(self.every).difference(message.failed)
             self._acknowledged.clear()
             self._blocked = not self.members <= self.live.keys()
             self.count["orders"] += 1
-        if message.number < self.order:
+        if message.order < self.order:
             return
         before, first = fake.stepped, message.first_iteration
         fake.order, fake.failed = 0, message.failed
@@ -350,7 +356,7 @@ class World:
             raise BrokenError(f"worker {fake.worker} has stepped iteration {before}, and is to go on with {first}")
         self.count["undone"] += before == first and not fetched
         fake.stepped = first - 1
-        fake.begins(message.number, first)
+        fake.begins(message.order, first)
         self._compute(fake, first)
 
     def acknowledged(self, _: ChaosWorker, message: Acknowledged) -> None:

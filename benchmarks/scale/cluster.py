@@ -39,7 +39,7 @@ class Order:
     """One order, as workers see it."""
 
     def __init__(self, message: Train, members: frozenset[Worker]) -> None:
-        self.number, self.first = message.number, message.first_iteration
+        self.order, self.first = message.order, message.first_iteration
         self.members = members
         self.received: dict[Worker, float] = {}
         self.ended: list[float] = []
@@ -54,6 +54,7 @@ class Cluster:
         self.pipelines, self.stages = grid_of(workers)
         self.every = [Worker(pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages)]
         self.shares = shares_of(self.every)
+        self._node_of = {worker: node for node, share in enumerate(self.shares) for worker in share}
         self.workers: dict[Worker, FakeWorker] = {}
         self.agents: dict[int, FakeAgent] = {}
         self.order: Order | None = None
@@ -71,19 +72,23 @@ class Cluster:
 
     # --- what workers tell
 
+    def agent_of(self, worker: Worker) -> FakeAgent | None:
+        """What gathers a worker's reports; None: it reports to node 0 itself."""
+        return self.agents.get(self._node_of[worker])
+
     def prepared(self, _: FakeWorker) -> None:
         """A worker is ready."""
         self.set_up += 1
 
     def trains(self, fake: FakeWorker, message: Train) -> None:
         """A worker has an order."""
-        if self.order is None or message.number > self.order.number:
+        if self.order is None or message.order > self.order.order:
             self.order = Order(message, frozenset(self.every).difference(message.failed))
         order = self.order
         order.received[fake.worker] = NOW()
         if fake.worker not in order.members:
             return
-        fake.begins(order.number, order.first)
+        fake.begins(order.order, order.first)
         if not self.length:
             fake.ran(order.first)
         elif len(order.received) >= len(order.members):
@@ -93,7 +98,7 @@ class Cluster:
         """A worker may go on."""
         order = self.order
         self.latencies.append(NOW() - fake.sent)
-        if order is None or fake.ended or message.order != order.number:
+        if order is None or fake.ended or message.order != order.order:
             return
         order.stopping |= message.stop
         order.acknowledged += 1
@@ -120,7 +125,7 @@ class Cluster:
             if at - NOW() > 0.001:
                 await asyncio.sleep(at - NOW())
             fake = self.workers.get(worker)
-            if fake is not None and fake.order == order.number and not fake.ended:
+            if fake is not None and fake.order == order.order and not fake.ended:
                 fake.ran(iteration)
 
     async def beat(self) -> None:
@@ -178,6 +183,10 @@ class Cluster:
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[first:first + 2])) / os.sysconf("SC_CLK_TCK")
 
+    def _plans(self) -> bool:
+        """Whether node 0 has a process that plans."""
+        return any(path.read_text() for path in Path(f"/proc/{self._pid}/task").glob("*/children"))
+
     def megabytes(self) -> tuple[int, int]:
         """Resident memory of node 0 now, and at most."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
@@ -217,6 +226,20 @@ class Cluster:
         return {"ok": rounds > 0, "iteration": took / max(1, rounds), "of a core": (self.cpu() - used) / took,
                 "acknowledged, median": statistics.median(late), "worst": late[-1], "MB": self.megabytes()[0]}
 
+    async def ahead(self) -> Found:
+        """Answers to the failures that may come next are planned ahead of them, until all are known."""
+        self.length = self.length or 1.0
+        used, planning, began, last = self.cpu(), self.cpu_of_plans(), NOW(), NOW()
+
+        def quiet() -> bool:
+            nonlocal last
+            last = NOW() if self._plans() else last
+            return NOW() - last > 1.0
+
+        ok = await self._until(quiet)
+        return {"ok": ok, "seconds": last - began, "CPU": self.cpu() - used, "of plans": self.cpu_of_plans() - planning,
+                "MB": self.megabytes()[0]}
+
     async def death(self) -> Found:
         """A worker dies: its connection ends, and its node says so."""
         self.length = self.length or 1.0
@@ -228,7 +251,7 @@ class Cluster:
         node = next(node for node, share in enumerate(self.shares) if victim in share)
         if node:
             self.agents[node].say(Ended(victim, -9))
-        ok = await self._until(lambda: self._all_have_order(order.number))
+        ok = await self._until(lambda: self._all_have_order(order.order))
         found: Found = {"ok": ok, "CPU": self.cpu() - used, "CPU of its plan": self.cpu_of_plans() - planning}
         marks = self.marks(killed)
         for name, what in (("missed", "Failed"), ("plan asked", "PlanAsked"), ("planned", "PlanAnswered"),
@@ -254,7 +277,7 @@ class Cluster:
         fakes = [FakeWorker(self, worker) for worker in missing]
         self.workers |= {fake.worker: fake for fake in fakes}
         await self._connect(list(fakes))
-        ok = await self._until(lambda: self._all_have_order(order.number))
+        ok = await self._until(lambda: self._all_have_order(order.order))
         found: Found = {"ok": ok, "CPU": self.cpu() - used}
         if ok and self.order is not None:
             at = sorted(self.order.received.values())
@@ -280,7 +303,7 @@ class Cluster:
                        for node, share in enumerate(self.shares) if node}
         await self._connect([*self.agents.values(), *self.workers.values()])
         connected = NOW() - began
-        ok = await self._until(lambda: self._all_have_order(order.number))
+        ok = await self._until(lambda: self._all_have_order(order.order))
         found: Found = {"ok": ok, "connected": connected, "CPU": self.cpu() - used}
         if ok and self.order is not None:
             found |= {"last order": max(self.order.received.values()) - began, "found": len(self.order.received)}
@@ -289,7 +312,7 @@ class Cluster:
     # --- helpers
 
     def _all_have_order(self, after: int) -> bool:
-        return self.order is not None and self.order.number > after and len(self.order.received) >= len(self.workers)
+        return self.order is not None and self.order.order > after and len(self.order.received) >= len(self.workers)
 
     def _bytes(self) -> int:
         return sum(fake.bytes for fake in self.workers.values())

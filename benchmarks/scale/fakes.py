@@ -14,6 +14,7 @@ from slipstream.runtime.protocol.channel import Frames, frame
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import (
     FetchUpToDate,
+    Gathered,
     Heartbeat,
     JoinNode,
     JoinWorker,
@@ -21,13 +22,14 @@ from slipstream.runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
+    ReportOf,
     Started,
     Status,
 )
+from slipstream.runtime.protocol.to_node_agent import GoOn
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
 from slipstream.runtime.replay.recorder import OpTime
-from slipstream.schedules.ops import OpKind
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import OpKind, Worker
 
 if TYPE_CHECKING:
     from benchmarks.scale.cluster import Cluster
@@ -100,10 +102,33 @@ class Fake(asyncio.Protocol):
 
 
 class FakeAgent(Fake):
-    """The launcher of a node other than node 0."""
+    """The launcher of a node other than node 0. It gathers reports as `protocol.node_reports` does."""
 
     def __init__(self, node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
         super().__init__(JoinNode(node, epoch, alive), to_node_agent.decode)
+        self._reporters: dict[Worker, FakeWorker] = {}
+        self._reports: list[ReportOf] = []
+        self._asked = False
+
+    def report(self, worker: "FakeWorker", ran: Ran) -> None:
+        """A worker has stepped."""
+        self._reporters[ran.worker] = worker
+        self._reports.append(ReportOf(0, ran))
+        self._ask()
+
+    def take(self, message: object) -> None:
+        """Pass answers on."""
+        if isinstance(message, GoOn):
+            self._asked = False
+            for workers, acknowledged in message.acknowledged:
+                for worker in workers:
+                    self._reporters[worker].take(acknowledged)
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._reports and not self._asked and self.connected:
+            reports, self._reports, self._asked = tuple(self._reports), [], True
+            self.say(Gathered(reports))
 
 
 class FakeWorker(Fake):
@@ -155,7 +180,13 @@ class FakeWorker(Fake):
     def ran(self, iteration: int) -> None:
         """Report an iteration of the present order."""
         self.reached, self.sent = iteration, time.monotonic()
-        self.say(Ran(self.worker, self.order, iteration, 0.001, 0.5, self._times))
+        ran = Ran(self.worker, self.order, iteration, 0.001, 0.5, self._times)
+        agent = self._cluster.agent_of(self.worker)
+        if agent is None:
+            self.say(ran)
+        elif self.connected:
+            agent.report(self, ran)
+            self._said = self.sent
 
     def pause(self) -> None:
         """Stop, and say so."""

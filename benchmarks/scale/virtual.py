@@ -12,10 +12,15 @@ from unittest import mock
 from slipstream.runtime.protocol.channel import SILENT_SECONDS
 
 BEGIN = 1000.0
+TOGETHER = 1e-3
+"""Seconds: what is due within that happens at once, in its order."""
 
 
 class HangError(AssertionError):
     """Nothing will ever happen again."""
+
+
+_NO_SOCKET = mock.Mock()
 
 
 class _Selector(selectors.DefaultSelector):
@@ -42,6 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(_Selector(self))
+        self._clock_resolution = TOGETHER
         self._serves: Callable[[], asyncio.Protocol] | None = None
 
     def time(self) -> float:
@@ -130,7 +136,7 @@ class Wire(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """A name, and a socket whose options nobody reads."""
-        return ("virtual", 0) if name == "peername" else mock.Mock() if name == "socket" else default
+        return ("virtual", 0) if name == "peername" else _NO_SOCKET if name == "socket" else default
 
 
 def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:

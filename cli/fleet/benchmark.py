@@ -27,6 +27,7 @@ from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job, StageTimes, read_job
 from slipstream.planner.job.presets import preset
+from slipstream.planner.tables.process_pool import run_all
 from slipstream.schedules.files import read_at_most
 
 VERSION = "1"
@@ -247,27 +248,13 @@ def _measured(case: Case, kinds: Sequence[type[Policy]], throughputs: Throughput
     return found
 
 
-_SEED: Callable[[int], list[Measures]] | None = None
-"""What a forked process does; set before it is forked, as it holds plans that need not be sent."""
-
-
-def _run_seed(number: int) -> list[Measures]:
-    assert _SEED is not None
-    return _SEED(number)
-
-
 def _side_by_side(seed: Callable[[int], list[Measures]], numbers: Sequence[int], processes: int) -> \
         list[list[Measures]]:
     """The seeds in processes that are forked, where the system can; the same results one after the other elsewhere."""
-    global _SEED
     if processes < 2 or len(numbers) < 2 or "fork" not in multiprocessing.get_all_start_methods():
         return [seed(number) for number in numbers]
-    _SEED = seed
-    try:
-        with multiprocessing.get_context("fork").Pool(min(processes, len(numbers))) as pool:
-            return pool.map(_run_seed, numbers, chunksize=1)
-    finally:
-        _SEED = None
+    found = dict(run_all(seed, numbers, processes, refusals=(Exception,), fork=True))
+    return [found[number] for number in numbers]
 
 
 # --- Sensitivity ------------------------------------------------------------------------------------------------------

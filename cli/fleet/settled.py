@@ -18,7 +18,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import least_with_any_layers
 from slipstream.planner.plan import plan_only
-from slipstream.planner.transition import layers_received
+from slipstream.planner.report import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
 
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 from slipstream.cli.shared.console import near, refuse
-from slipstream.planner.job.file import Job, JobError, read_job
-from slipstream.planner.job.topology import workers_of_nodes
+from slipstream.planner.job.file import Job, JobError, read_job, workers_of_nodes
 from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import Schedule, Worker

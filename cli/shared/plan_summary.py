@@ -7,10 +7,9 @@ from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares
 from slipstream.planner.alternatives import MORE_MEMORY, Alternative
 from slipstream.planner.job.file import Job
-from slipstream.planner.plan import Plan
+from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
-from slipstream.planner.reference import FaultFree
-from slipstream.planner.transition import Transition, pays_after_iterations
+from slipstream.planner.report import Transition, pays_after_iterations
 from slipstream.schedules.layers import joined_ranges, short
 
 NARROW = 0.01

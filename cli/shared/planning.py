@@ -15,7 +15,7 @@ from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
-from slipstream.planner.params import DEFAULTS, ParamsError, read_params
+from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
 from slipstream.planner.plan import Plan, plan_with
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
@@ -29,14 +29,18 @@ def plan_options(*, backward: str | None, optimizer: str | None, method: str, ti
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
-    try:
-        steering = DEFAULTS if params is None else read_params(params)
-    except ParamsError as error:
-        refuse(error)
     return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
                        method=cast(Method, method), time_limit=time_limit, steps=steps, seed=seed,
-                       layers=cast(Layers, layers),
-                       slices=slices, from_checkpoint=from_checkpoint, params=steering)
+                       layers=cast(Layers, layers), slices=slices, from_checkpoint=from_checkpoint,
+                       params=search_params(params))
+
+
+def search_params(path: Path | None) -> SearchParams:
+    """What steers the search, from a file where one is given. Exits 2 where it cannot be read."""
+    try:
+        return DEFAULTS if path is None else read_params(path)
+    except ParamsError as error:
+        refuse(error)
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,

@@ -12,7 +12,7 @@ import msgspec
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.reference import FaultFree, reference_key
+from slipstream.planner.plan import FaultFree, reference_key
 from slipstream.schedules.files import read_at_most, write_atomically
 
 MAX_BYTES = 4096

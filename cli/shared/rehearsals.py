@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from slipstream.cli.shared.console import refuse
 from slipstream.cli.shared.inputs import parse_workers
-from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.job.topology import workers_of_nodes
+from slipstream.planner.job.file import Job, JobError, workers_of_nodes
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.schedules.schedule import Worker

@@ -1,7 +1,7 @@
 """Which workers take over another role, as text."""
 
 from slipstream.schedules.schedule import Schedule
-from slipstream.schedules.tables.moves import layers_to_load
+from slipstream.schedules.tables.relabel import layers_to_load
 
 
 def role_change_lines(schedule: Schedule) -> list[str]:

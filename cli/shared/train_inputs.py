@@ -23,7 +23,7 @@ from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.replay.placement import place
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.file import TableError
-from slipstream.schedules.tables.spread import Nodes
+from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table
 
 

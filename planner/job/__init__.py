@@ -1,9 +1,8 @@
 """The job file: what it says, and how one is written.
 
-    toml_table        reads a table key by key, and checks every value
+    toml              reads a table key by key, and checks every value; writes job files
     file              TOML to a checked `Job`
     layers            what each layer costs; the memory of optimizer state that holders share, while some are down
-    writer            writes job files
     estimate          stage times and memory from a model's shape and a GPU's data sheet
     profiler_trace    stage times from Chrome traces
     presets/          job files to start from

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slipstream.planner.job.layers import share
-from slipstream.planner.job.writer import rounded
+from slipstream.planner.job.toml import rounded
 
 BYTES_HELD = 18
 """For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from slipstream.planner.job.toml_table import JobError, shortened
+from slipstream.planner.job.toml import JobError, shortened
 from slipstream.schedules.codec import MAX_WORKERS
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")

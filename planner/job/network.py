@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.planner.job.toml_table import JobError, TomlTable, shortened
+from slipstream.planner.job.toml import JobError, TomlTable, shortened
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes a second."""
     gradients: tuple[float, ...] = ()
     """Bytes of a stage's gradients, by virtual stage; with a bandwidth, what reductions take follows from them."""
+    slowdown: float = 0.0
+    """Share of the time of a reduction in which compute beside it stands still: memory and cores are shared."""
     activation: float | None = None
     """Bytes of an activation: the same of transfers."""
 
@@ -47,8 +49,11 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
         raise JobError("network.bandwidth is 0; expected bytes a second, more than 0")
     found = Network(overlap=overlap, bandwidth=bandwidth, latency=table.number("latency", 0.0),
                     gradients=table.numbers("gradients", virtual, per) * chains if table.known("gradients") else (),
+                    slowdown=table.number("slowdown", 0.0),
                     activation=table.number("activation") if table.known("activation") else None)
     table.finish()
+    if found.slowdown >= 1:
+        raise JobError(f"network.slowdown is {found.slowdown:g}; expected a share, less than 1")
     for key, given, time in (("gradients", found.gradients, "all_reduce"),
                              ("activation", found.activation is not None, "transfer")):
         if given and bandwidth is None:
@@ -59,10 +64,13 @@ def read_network(table: TomlTable, virtual: int, chains: int, per: str, measured
     return found
 
 
-def network_table(network: Network) -> dict[str, bool | float]:
-    """What stays of the `[network]` table where reductions and transfers have been measured; empty by default."""
-    return {**({"overlap": True} if network.overlap else {}),
-            **({"latency": network.latency} if network.latency else {})}
+def network_table(network: Network, latency: float, bandwidth: float, slowdown: float) -> dict[str, bool | float]:
+    """The `[network]` table where these have been measured (`bandwidth` 0: nothing has), reductions and transfers, too.
+    """
+    kept: dict[str, bool | float] = {"overlap": True} if network.overlap else {}
+    if not bandwidth:
+        return {**kept, **({"latency": network.latency} if network.latency else {})}
+    return {**kept, "latency": rounded(latency), "bandwidth": rounded(bandwidth), "slowdown": rounded(slowdown)}
 
 
 def rounded(seconds: float) -> float:

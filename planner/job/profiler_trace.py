@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slipstream.planner.job.writer import rounded
+from slipstream.planner.job.toml import rounded
 from slipstream.schedules.schedule import OpKind
 
 MAX_BYTES = 2**30

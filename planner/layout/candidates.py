@@ -4,50 +4,229 @@ Among them are the layouts of published systems as special cases, so that the be
 
 - re-cut pipelines, whole micro-batches (Oobleck, SOSP 2023; by speed: Malleus, arXiv 2410.13333);
 - one cut for all pipelines (ElasWave, arXiv 2510.00606);
+- all pipelines re-cut, where stages are uneven with nobody down, too: layers float between them;
 - layers fixed (ReCycle, SOSP 2024, and with live peers that help slow workers).
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.cuts import lines_of, one_cut
-from slipstream.planner.layout.division import Divider
+from slipstream.planner.layout.division import Divider, Line, cut, layout_of
 from slipstream.planner.layout.fixed import fixed_layout
-from slipstream.planner.layout.groups import UNDIVIDED, by_groups, groups_of
-from slipstream.planner.layout.routes import layout_of
-from slipstream.planner.model.layout import Layout, Route, Stop
-from slipstream.planner.model.problem import Problem
-from slipstream.schedules.layers import layers_in
+from slipstream.planner.model.decompose import part_of
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop
+from slipstream.planner.params import DEFAULTS, LayoutParams
+from slipstream.schedules.layers import LayerRange, layers_in
+from slipstream.schedules.schedule import VirtualStage, Worker
 
-LARGEST_SHARED = 100_000
-"""Micro-batches times stages up to which layouts are made that are not divided into groups."""
-PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
-"""Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
-which it is."""
-SEPARATE, FINEST, LARGEST_FINEST = 3, 6, 10_000
-"""The same for micro-batches that are `separate`: thirds are the best most often; what is small in sixths, too."""
-LARGEST_WHOLE = 5_000
-"""The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
+# --- Which live workers form lines, and the layouts of published systems ----------------------------------------------
+
+
+def lines_of(problem: Problem, *, anew: bool = False) -> list[Line]:
+    """Lines of the live workers: a pipeline's own where they can hold all layers, else those of several pipelines.
+
+    A pipeline that lost nobody and has nobody slow keeps its stages, unless all are cut `anew`. Those that are come
+    first. Raises LookupError when no line of all workers can hold all layers.
+    """
+    by_pipeline: dict[int, list[Worker]] = {}
+    for worker in problem.live:
+        by_pipeline.setdefault(worker.pipeline, []).append(worker)
+    lines, pool = [], []
+    for workers in sorted(by_pipeline.values(), key=len):
+        if not anew and _keeps(problem, workers):
+            lines.append(Line(tuple(_along(workers)), cut=False))
+        elif _holds_all(problem, workers):
+            lines.append(Line(tuple(_along(workers)), cut=True))
+        else:
+            pool += workers
+            if _holds_all(problem, pool):
+                lines.append(Line(tuple(_along(pool)), cut=True))
+                pool = []
+    if pool:
+        if not lines:
+            raise LookupError("the live workers have no room for all layers")
+        weakest = min(lines, key=lambda line: (not line.cut, len(line.workers), line.workers))
+        lines.remove(weakest)
+        lines.append(Line(tuple(_along([*weakest.workers, *pool])), cut=True))
+    return sorted(lines, key=lambda line: (not line.cut, line.workers[0].pipeline))
+
+
+def one_cut(problem: Problem) -> Layout | None:
+    """One cut for all pipelines, by the live workers that each column has left; None where no such cut fits.
+
+    After ElasWave (arXiv 2510.00606), which re-balances layers between stages for all replicas alike. A worker stays in
+    its column, and its column's workers share the micro-batches of the whole.
+    """
+    columns = sorted({column for path in problem.paths for _, column in path})
+    rates = [sum(1000 / problem.slowness(worker) for worker in problem.live if worker.column == column)
+             for column in columns]
+    if len(problem.paths) > 1 or len(problem.paths[0]) != len(columns):
+        return None
+    low, high = 0.0, float(problem.ample_ticks)
+    found: list[LayerRange] | None = None
+    for _ in range(60):
+        middle = (low + high) / 2
+        ranges = _ranges(problem, columns, rates, middle)
+        low, high = (middle, high) if ranges is None else (low, middle)
+        found = ranges or found
+    if found is None:
+        return None
+    of_column = {column: (layers,) for column, layers in zip(columns, found, strict=True) if layers[0] < layers[1]}
+    stages = tuple(VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items())
+    there = msgspec.structs.replace(
+        problem, grid=msgspec.structs.replace(problem.grid, stages=stages), workers={
+            worker: msgspec.structs.replace(one, holds=of_column.get(worker.column, ()))
+            for worker, one in problem.workers.items()})
+    layout = fixed_layout(there, sliced=False)
+    return msgspec.structs.replace(layout, kind="one cut for all pipelines")
+
+
+def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
+            limit: float) -> list[LayerRange] | None:
+    """Layers of each column whose work its live workers do within the limit, from the first column on."""
+    ranges, layer = [], 0
+    for column, rate in zip(columns, rates, strict=True):
+        first, work, tail = layer, 0, 0
+        room = min((problem.workers[worker].room for worker in problem.live if worker.column == column), default=0)
+        while layer < problem.grid.layer_count:
+            work += problem.costs.work[layer] * problem.grid.total_microbatches
+            tail += problem.costs.closing[layer]
+            room -= problem.costs.weights[layer] + problem.costs.most[layer]
+            if not rate or work / rate + tail > limit or room < 0:
+                break
+            layer += 1
+        ranges.append((first, layer))
+    return ranges if layer == problem.grid.layer_count else None
+
+
+def _along(workers: Sequence[Worker]) -> list[Worker]:
+    """In order of the layers that they hold at first, so that few layers move."""
+    return sorted(workers, key=lambda worker: (worker.column, worker.pipeline))
+
+
+def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
+    """Whether these are all workers of a pipeline, none of them slow, each with the stages of its column."""
+    stages: dict[int, list[LayerRange]] = {}
+    for layers, column in problem.paths[0]:
+        stages.setdefault(column, []).append(layers)
+    return {worker.column for worker in workers} == set(stages) and all(
+        problem.slowness(worker) == 1000 and tuple(problem.workers[worker].holds) == tuple(stages[worker.column])
+        for worker in workers)
+
+
+def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
+    """Whether a line of these workers has room for all layers."""
+    return cut(problem, _along(workers), [1] * problem.grid.layer_count, problem.ample_ticks * 4) is not None
+
+
+# --- Large clusters: those that share work, like ones alike -----------------------------------------------------------
+
+
+def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
+              make: Callable[[Problem], Layout | None]) -> Layout | None:
+    """A layout made group by group, like groups once; None where there is none for one of them.
+
+    Raises LookupError when the live workers cannot hold all layers.
+    """
+    if len(groups) == 1:
+        return make(problem)
+    known: dict[tuple[object, ...], Layout | None] = {}
+    holds, routes, kind = {}, {}, ""
+    for pipelines in groups:
+        part = part_of(problem, pipelines)
+        key = tuple(part.workers.items()), part.grid.microbatches
+        if key not in known:
+            known[key] = make(part)
+        layout = known[key]
+        if layout is None:
+            return None
+        kind = kind or layout.kind
+        holds.update({_named(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
+        for batch, route in layout.routes.items():
+            routes[MicroBatch(pipelines[batch.pipeline], batch.microbatch)] = tuple(
+                Stop(stop.layers, _named(stop.worker, pipelines)) for stop in route)
+    return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
+
+
+def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iterator[tuple[int, ...]]:
+    """The pipelines of each group: those that lost workers or time, with their helpers; each other one by itself.
+
+    Who lost more may have more helpers. All in one group where there are few. Raises LookupError when the live workers
+    cannot hold all layers.
+    """
+    lines = lines_of(problem)
+    if len(problem.grid.microbatches) <= params.undivided:
+        yield tuple(range(len(problem.grid.microbatches)))
+        return
+    kept = [line.workers[0].pipeline for line in lines if not line.cut]
+    weak = [tuple(sorted({worker.pipeline for worker in line.workers})) for line in lines if line.cut]
+    weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches)) if not problem.live_of[pipeline]]
+    merged = {pipeline for group in weak for pipeline in group}
+    kept = [pipeline for pipeline in kept if pipeline not in merged]
+    losses = [_lost(problem, group) for group in weak]
+    available, helpers = len(kept), dict[tuple[object, ...], int]()
+    for group, lost in zip(weak, losses, strict=True):
+        live = [worker for pipeline in group for worker in problem.live_of[pipeline]]
+        key = len(group), tuple(sorted(map(problem.slowness, live)))  # which stages they are matters little
+        if key not in helpers:
+            share = min(int(available * lost / sum(losses)), params.most_helpers)
+            helpers[key] = _helpers(problem, group, kept[:share], params.fewer_helpers)
+        yield (*group, *kept[:helpers[key]])
+        kept = kept[helpers[key]:]
+    for pipeline in kept:
+        yield (pipeline,)
+
+
+def _lost(problem: Problem, group: Sequence[int]) -> Fraction:
+    """How many workers' work these pipelines cannot do; a little, where all their workers are fast."""
+    workers = len(group) * len(problem.paths[0])
+    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
+    return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
+
+
+def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tolerance: float) -> int:
+    """The fewest helpers with which the longest load is about as short as with the most."""
+    def longest(count: int) -> float:
+        part = part_of(problem, (*group, *most[:count]))
+        try:
+            found = Divider(part, lines_of(part)).least(within=tolerance / 5)
+        except LookupError:
+            return math.inf
+        return math.inf if found is None else found[0]
+
+    best, count = longest(len(most)), 1
+    while count < len(most) and longest(count) > (1 + tolerance) * best:
+        count *= 2
+    return min(count, len(most))
+
+
+def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
+    return Worker(pipelines[worker.pipeline], worker.column)
+
+
+# --- All of them ------------------------------------------------------------------------------------------------------
 
 
 def candidates(problem: Problem, budget: Budget | None = None, *, seconds: float = 2.0,
-               largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
+               largest_fine: float = math.inf, params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
     `seconds`: by the clock of the budget, for the exact assignment (`planner.layout.cpsat`) of each different group.
-    `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most `LARGEST_FINE`.
+    `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most those of `params`.
     Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
     no room for all layers.
     """
     _require_layers(problem)
-    fine = min(largest_fine, LARGEST_FINE)
-    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds)
-    made = _moved(problem, assigned, fine) if problem.question.layers == "move" else _fixed(problem)
+    fine = min(largest_fine, params.largest_fine)
+    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds, params=params)
+    made = _moved(problem, assigned, fine, params) if problem.question.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -72,54 +251,50 @@ def _fixed(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
 
 
 def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
-           largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
+           largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
     size = problem.grid.total_microbatches * len(problem.paths[0])
-    grouped = _Grouped(problem)
+    grouped = _Grouped(problem, params)
 
     def recut(**how: Any) -> Callable[[], Layout | None]:
-        return partial(grouped, partial(_recut, **how))
+        return partial(grouped, partial(_recut, params=params, **how))
 
-    def fits(parts: int, most: float = LARGEST_FINE) -> bool:
+    def fits(parts: int, most: float = math.inf) -> bool:
         return problem.question.sliced and size * parts <= min(largest_fine, most)
 
     yield recut(parts=1)
+    yield recut(anew=True, parts=1)
     yield recut(spread=False, parts=1)
-    if fits(SEPARATE):
-        yield recut(separate=True, parts=SEPARATE)
-    if fits(HALVES):
-        yield recut(separate=True, parts=HALVES)
-        yield recut(spread=False, parts=HALVES)
-    yield recut(staggered=True)
-    yield recut(spread=False, staggered=True)
-    if fits(PARTS):
-        yield recut(separate=True, parts=PARTS)
-    if fits(FINEST, LARGEST_FINEST):
-        yield recut(separate=True, parts=FINEST)
+    if fits(params.separate_parts):
+        yield recut(separate=True, parts=params.separate_parts)
+    if fits(params.few_parts):
+        yield recut(separate=True, parts=params.few_parts)
+        yield recut(spread=False, parts=params.few_parts)
+    if fits(params.parts):
+        yield recut(separate=True, parts=params.parts)
+    if fits(params.finest_parts, params.largest_finest):
+        yield recut(separate=True, parts=params.finest_parts)
     yield recut(spread=False, floating=False)
-    if size <= LARGEST_SHARED:
+    if size <= params.largest_shared:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.question.sliced)
-    if fits(PARTS):  # they take longest to list, so others come first
-        yield recut(staggered=True, parts=PARTS)
-        yield recut(anywhere=True, parts=PARTS)
-        yield recut(spread=False, parts=PARTS)
+    if fits(params.parts):  # they take longest to list, so others come first
+        yield recut(anywhere=True, parts=params.parts)
+        yield recut(spread=False, parts=params.parts)
     yield partial(grouped, assigned)
-    if len(problem.grid.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
-        yield partial(_recut, problem, staggered=True)
 
 
 class _Grouped:
     """Makes layouts of a problem group by group; the groups are found once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, params: LayoutParams) -> None:
+        self._problem, self._params = problem, params
         self._groups: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, make: Callable[[Problem], Layout | None]) -> Layout | None:
-        self._groups = self._groups or tuple(groups_of(self._problem))
+        self._groups = self._groups or tuple(groups_of(self._problem, self._params))
         return by_groups(self._problem, self._groups, make)
 
 
@@ -131,26 +306,28 @@ def _require_layers(problem: Problem) -> None:
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _assigned(problem: Problem, *, budget: Budget, seconds: float) -> Layout | None:
+def _assigned(problem: Problem, *, budget: Budget, seconds: float, params: LayoutParams) -> Layout | None:
     """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
     from slipstream.planner.layout.cpsat import improved  # the solver takes a third of a second to load
 
     lines = lines_of(problem)
     known = Divider(problem, lines).least()
-    division = known and improved(problem, lines, known, budget.within(seconds))
+    division = known and improved(problem, lines, known, budget.within(seconds), params.largest_assignment)
     return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
 
 
-def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, separate: bool = False, parts: int = 0) -> Layout | None:
+def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
+           separate: bool = False, anew: bool = False, parts: int = 0,
+           params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
-    lines = lines_of(problem)
-    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere,
-                    separate=separate).least()
+    lines = lines_of(problem, anew=anew)
+    found = Divider(problem, lines, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
+                    params=params).least()
     if found is None:
         return None
     where = " anywhere" if anywhere else " separately" if separate else ""
-    kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
+    kind = ", ".join(["all pipelines re-cut" if anew else "re-cut pipelines",
+                      "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)
     return finer_slices(problem, layout, parts) if parts else layout

@@ -17,12 +17,9 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.layout.division import Divider, Division, Piece
-from slipstream.planner.layout.lines import Chunk, Line, fill_idle
+from slipstream.planner.layout.division import Chunk, Divider, Division, Line, Piece, fill_idle
 from slipstream.planner.model.problem import Problem
-
-LARGEST_MODEL = 60_000
-"""Ranges that all positions together may choose from; larger models find nothing in seconds."""
+from slipstream.planner.params import DEFAULTS
 
 
 class _Position(NamedTuple):
@@ -65,12 +62,12 @@ class Assignment:
         """Ranges that all positions together may choose from."""
         return sum(len(position.hold) for kind in self._kinds for position in kind.positions)
 
-    def solve(self, budget: Budget) -> Division | None:
+    def solve(self, budget: Budget, largest: int) -> Division | None:
         """A division with the least longest load found in the budget, and of these one that moves few layers.
 
         None where nothing is better than what is known.
         """
-        if not self._kinds or self.size > LARGEST_MODEL:
+        if not self._kinds or self.size > largest:
             return None
         for kind in self._kinds:
             self._ranges_hold_cells(kind)
@@ -284,13 +281,13 @@ def _solver(budget: Budget) -> cp_model.CpSolver:
 
 
 def improved(problem: Problem, lines: Sequence[Line], known: tuple[int, Division],
-             budget: Budget) -> Division | None:
+             budget: Budget, largest: int = DEFAULTS.layouts.largest_assignment) -> Division | None:
     """A division no longer than the known (longest load, division) that moves fewer layers; None where there is none.
 
     The same for the same seed where the solver is done within the budget.
     """
     for free, share in ((True, 0.7), (False, 1.0)):
-        division = Assignment(problem, lines, known[1], known[0], free=free).solve(budget.share(share))
+        division = Assignment(problem, lines, known[1], known[0], free=free).solve(budget.share(share), largest)
         if division is not None:
             return division
     return None

@@ -1,4 +1,8 @@
-"""How many micro-batches each line runs, and how those that fit on no line whole are spread over several.
+"""How the work of an iteration is divided over lines of workers, and the route of each micro-batch that follows.
+
+A line runs layers 0..L-1 of its micro-batches. Its cells are (layer, micro-batch); they are cut in order of layers into
+one chunk a worker. Where a cut falls between two cells of one layer, that layer *floats*: both neighbours hold it, and
+some micro-batches are cut before it, others after it.
 
 Every line takes as many whole micro-batches as its longest load allows. The cells of the rest are in one row,
 micro-batch after micro-batch, layers ascending. Each line that is cut anew takes one segment of it; the workers of the
@@ -14,23 +18,116 @@ none. So the lines fall into small sets that share no micro-batch, most of them 
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from slipstream.planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle, least_limit
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.work_bounds import ticks_of_work, work_bound
-from slipstream.schedules.layers import LayerRange
+from slipstream.planner.model.bounds import ticks_of_work, work_bound
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop
+from slipstream.planner.params import DEFAULTS, LayoutParams
+from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
-LEAST_SHARE = Fraction(1, 4)
-"""Of a stage, which a worker takes of a micro-batch that is spread separately: shorter slices wait longer than they
-take."""
-TOLERANCE = 0.01
-"""By how much of the period loads may be longer than with fewer and larger sets of lines, each `separate`."""
+T = TypeVar("T")
+Chunk = dict[int, int]
+"""Cells of one worker: layer -> micro-batches. The layers are consecutive, ascending."""
+
+
+class Line(NamedTuple):
+    """Live workers that run whole micro-batches, in order of layers."""
+
+    workers: tuple[Worker, ...]
+    cut: bool
+    """Whether its layers are cut anew; else its workers keep the stages they hold."""
+
+
+def chunk_ticks(problem: Problem, worker: Worker, chunk: Chunk) -> int:
+    """A worker's load: its compute ops at its speed, then all-reduce and optimizer of the layers it holds."""
+    compute = sum(problem.costs.work[layer] * count for layer, count in chunk.items())
+    return -(-compute * problem.slowness(worker) // 1000) + sum(problem.costs.closing[layer] for layer in chunk)
+
+
+def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
+    """Ticks that a worker idles at least between its first F and its first I, by lack of memory or of micro-batches.
+
+    Of the first layer that it holds, the end of what it holds, and how many micro-batches it runs, each of which has
+    `hops` transfers to the line's end. The I of its first one starts after F of what it holds, F and I of all layers
+    after these, and the transfers of both ways. Until then the worker runs only F, of as many micro-batches as it has,
+    and as it has room for.
+    """
+    sums = problem.costs.sums
+    forward, backward, weights, most = sums.forward, sums.backward_input, sums.weights, sums.most
+    slow, room = problem.slowness(worker), problem.workers[worker].room
+    trip = forward[-1] + backward[-1] + 2 * hops * problem.times.transfer
+
+    def idle(first: int, end: int, count: int) -> int:
+        own, held = forward[end] - forward[first], most[end] - most[first]
+        ran = count * own
+        if held and count * held > (free := room - weights[end] + weights[first]):
+            ran = max(0, free) * own // held
+        return max(0, trip - forward[end] - backward[end] + (own - ran) * slow // 1000)
+
+    return idle
+
+
+def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
+        floating: bool = True) -> list[Chunk] | None:
+    """Chunks of at most `limit` ticks that cover counts[layer] cells of every layer; None if the line is too short.
+
+    A chunk's ticks are its load and what its worker idles at least by lack of memory (`fill_idle`). From the first
+    worker on, each takes as many cells as fit. Not `floating`: only whole layers.
+    """
+    chunks: list[Chunk] = []
+    sums, work = problem.costs.sums, problem.costs.work
+    layer, left = 0, counts[0]
+    for position, worker in enumerate(workers):
+        idle = fill_idle(problem, worker, len(workers) - 1 - position)
+        slow, room, load, first = problem.slowness(worker), problem.workers[worker].room, 0, layer
+        chunk: Chunk = {}
+        while layer < len(counts):
+            if not left:
+                layer += 1
+                left = counts[layer] if layer < len(counts) else 0
+                first = first if chunk else layer
+                continue
+            end = layer + 1
+            if sums.weights[end] - sums.weights[first] + sums.most[end] - sums.most[first] > room:
+                break
+            beside = idle(first, end, counts[layer]) + sums.closing[end] - sums.closing[first]
+            cell, free = work[layer] * slow, (limit - beside) * 1000 - load
+            taken = left if left * cell <= free or not cell else max(0, free // cell)
+            if not taken or not (floating or taken == left):
+                break
+            chunk[layer] = taken
+            load += taken * cell
+            left -= taken
+            if left:
+                break
+        chunks.append(chunk)
+    return chunks if layer == len(counts) else None
+
+
+def least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T, within: float = 0.0) -> tuple[int, T]:
+    """The least limit from `low` + 1 to `high` for which an attempt gives something, and what it gives.
+
+    `best` is what it gives for `high`. `within`: how far from the least the answer may be, as a share of it.
+    """
+    while high - low > max(1, within * high):
+        middle = (low + high) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return high, best
+
+
+# --- How many micro-batches each line runs, and how the rest is spread over several -----------------------------------
+
+
 Cell = tuple[int, int]
 """A layer of one of the micro-batches that run on no line whole: (item, layer)."""
 
@@ -61,12 +158,13 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: Problem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True, staggered: bool = False, anywhere: bool = False, separate: bool = False) -> None:
+                 spread: bool = True, anywhere: bool = False, separate: bool = False,
+                 params: LayoutParams = DEFAULTS.layouts) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines;
         `anywhere`: and come back to one; `separate`: few of its own."""
-        self._problem, self._lines = problem, tuple(lines)
+        self._problem, self._lines, self._params = problem, tuple(lines), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
-        self._cut = partial(cut, floating=floating, staggered=staggered)
+        self._cut = partial(cut, floating=floating)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
 
@@ -248,7 +346,7 @@ class Divider:
         if not counts:
             return
         most = {count: self._most_of_stage(items // count, len(kept) // count) for count in counts}
-        enough = min(most.values()) + Fraction(TOLERANCE) * max(self._problem.grid.microbatches)
+        enough = min(most.values()) + Fraction(self._params.fewer_sets) * max(self._problem.grid.microbatches)
         count = max(count for count in counts if most[count] <= enough)
         each = items // count
         size = next(size for size in itertools.count(1) if self._most_of_stage(each, size) <= most[count])
@@ -258,7 +356,8 @@ class Divider:
     def _most_of_stage(self, items: int, lines: int) -> Fraction:
         """The most that a worker runs where so many lines share so many micro-batches: a share of a stage in layers."""
         counts = [end - first for (first, end), _ in self._problem.paths[0]]
-        return max(LEAST_SHARE, *(Fraction(-(-items * count // lines), count) for count in counts))
+        least = Fraction(self._params.least_share)
+        return max(least, *(Fraction(-(-items * count // lines), count) for count in counts))
 
     def _shares(self, items: range, layers: LayerRange, count: int) -> list[list[Cell]]:
         """The cells of a stage in so many consecutive parts, of even work."""
@@ -308,3 +407,109 @@ def _pieces(cells: Sequence[Cell], line: int, worker: Worker | None) -> list[Pie
         else:
             pieces.append(Piece(item, layer, layer + 1, line, worker))
     return pieces
+
+
+# --- From a division to routes, one for each micro-batch --------------------------------------------------------------
+
+
+GOLDEN = 0.6180339887498949
+"""The fractional parts of its multiples fill [0, 1) evenly from the first few on."""
+
+
+def layout_of(problem: Problem, lines: Sequence[Line], division: Division, kind: str) -> Layout:
+    """The layout of a division: names its micro-batches, and decides where each is cut."""
+    whole, items = _names(problem, lines, division)
+    where: dict[MicroBatch, dict[int, Worker]] = {batch: {} for names in (*whole, items) for batch in names}
+    for index, line in enumerate(lines):
+        parts = [piece for piece in division.pieces if piece.line == index and piece.worker is None]
+        if line.cut:
+            _cut_evenly(division.chunks[index], line, whole[index],
+                        [(items[piece.item], piece.first, piece.end) for piece in parts], where)
+        else:
+            for worker in line.workers:
+                for layer in problem.layers_held(worker):
+                    for batch in whole[index]:
+                        where[batch][layer] = worker
+    for piece in division.pieces:
+        if piece.worker is not None:
+            where[items[piece.item]].update(dict.fromkeys(range(piece.first, piece.end), piece.worker))
+    routes = {batch: stops_of(layers) for batch, layers in sorted(where.items())}
+    return Layout(kind=kind, holds=_holds(problem, lines, routes), routes=routes)
+
+
+def _names(problem: Problem, lines: Sequence[Line],
+           division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+    """The micro-batches of each line, and those of no line; a line's own first, the others even over the iteration."""
+    whole: list[list[MicroBatch]] = []
+    rest: list[MicroBatch] = []
+    of_pipeline = {line.workers[0].pipeline: index for index, line in reversed(list(enumerate(lines)))}
+    own: dict[int, list[MicroBatch]] = defaultdict(list)
+    for pipeline, count in enumerate(problem.grid.microbatches):
+        batches = [MicroBatch(pipeline, number) for number in range(count)]
+        stay = min(count, division.whole[of_pipeline[pipeline]]) if pipeline in of_pipeline else 0
+        leaving = {(2 * step + 1) * count // (2 * (count - stay)) for step in range(count - stay)}
+        rest += [batch for batch in batches if batch.microbatch in leaving]
+        if stay:
+            own[of_pipeline[pipeline]] = [batch for batch in batches if batch.microbatch not in leaving]
+    rest.sort(key=_in_turn)
+    taken = 0
+    for index, count in enumerate(division.whole):
+        more = count - len(own[index])
+        whole.append(sorted(own[index] + rest[taken:taken + more], key=_in_turn))
+        taken += more
+    return whole, rest[taken:]
+
+
+def _in_turn(batch: MicroBatch) -> tuple[int, int]:
+    return batch.microbatch, batch.pipeline
+
+
+def _cut_evenly(chunks: Sequence[dict[int, int]], line: Line, batches: Sequence[MicroBatch],
+                parts: Iterable[tuple[MicroBatch, int, int]], where: dict[MicroBatch, dict[int, Worker]]) -> None:
+    """Choose the cuts of each micro-batch.
+
+    With x_k the layers before the k-th cut, a real number, micro-batch i is cut at floor(x_k + phase(i)). All cuts of a
+    micro-batch share its phase, so that every worker runs the same number of layers of each micro-batch, give or take
+    one; and phases of successive micro-batches are spread evenly.
+    """
+    phase = {batch: GOLDEN * number % 1 for number, batch in enumerate(batches)}
+    spans = [(batch, 0, len(chunks) and 1 << 30) for batch in batches] + list(parts)
+    for number, (batch, _, _) in enumerate(parts):
+        phase[batch] = GOLDEN * (len(batches) + number) % 1
+    order = sorted(spans, key=lambda span: -phase[span[0]])
+    sharers: dict[int, list[tuple[Worker, int]]] = defaultdict(list)
+    for worker, chunk in zip(line.workers, chunks, strict=True):
+        for layer, count in chunk.items():
+            sharers[layer].append((worker, count))
+    for layer, shares in sharers.items():
+        present = [batch for batch, first, end in order if first <= layer < end]
+        assert len(present) == sum(count for _, count in shares), "a layer's cells are its micro-batches"
+        at = 0
+        for worker, count in shares:
+            for batch in present[at:at + count]:
+                where[batch][layer] = worker
+            at += count
+
+
+def stops_of(layers: dict[int, Worker]) -> Route:
+    """Consecutive layers on one worker are one slice."""
+    stops: list[Stop] = []
+    for layer in sorted(layers):
+        worker = layers[layer]
+        if stops and stops[-1].worker == worker and stops[-1].layers[1] == layer:
+            stops[-1] = Stop((stops[-1].layers[0], layer + 1), worker)
+        else:
+            stops.append(Stop((layer, layer + 1), worker))
+    return tuple(stops)
+
+
+def _holds(problem: Problem, lines: Sequence[Line],
+           routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
+    """Workers of lines that are cut anew hold what they run, all others what they held."""
+    anew = {worker for line in lines if line.cut for worker in line.workers}
+    run: dict[Worker, set[int]] = defaultdict(set)
+    for route in routes.values():
+        for stop in route:
+            run[stop.worker].update(range(*stop.layers))
+    return {worker: joined_ranges((layer, layer + 1) for layer in run[worker]) if worker in anew else
+            problem.workers[worker].holds for worker in problem.live}

@@ -8,10 +8,8 @@ for one, and the rest in slices, as in `planner.layout.division`.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from slipstream.planner.layout.lines import least_limit
-from slipstream.planner.layout.routes import stops_of
-from slipstream.planner.model.layout import Layout, MicroBatch
-from slipstream.planner.model.problem import Part, Problem, parts_of
+from slipstream.planner.layout.division import least_limit, stops_of
+from slipstream.planner.model.problem import Layout, MicroBatch, Part, Problem, parts_of
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 

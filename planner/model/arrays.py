@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.model.layout import MicroBatch
-from slipstream.planner.model.problem import Problem, Unit
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.problem import MicroBatch, Problem, Solution, Unit
 from slipstream.schedules.precedence import RULES, OpKey
 from slipstream.schedules.schedule import OpKind, Worker
 

@@ -5,13 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.model import start_times
 from slipstream.planner.model.arrays import Ints, ProblemArrays
-from slipstream.planner.model.decompose import NOBODY, Piece, undivided
-from slipstream.planner.model.layout import MicroBatch
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.decompose import Piece, undivided
+from slipstream.planner.model.problem import Bound, MicroBatch, Problem, Solution
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
@@ -128,11 +125,8 @@ def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Pro
     made: dict[tuple[int, Names], Program] = {}
     programs: dict[Worker, Program] = {}
     for copy in piece.copies:
-        names = [_names(piece, copy, pipeline, ran[pipeline]) if copy[pipeline] != NOBODY else ()
-                 for pipeline in range(len(copy))]
+        names = [_names(piece, copy, pipeline, ran[pipeline]) for pipeline in range(len(copy))]
         for row, worker in enumerate(arrays.workers):
-            if copy[worker.pipeline] == NOBODY:
-                continue
             own = names[worker.pipeline]
             if (row, own) not in made:
                 made[row, own] = _named(*closed[row], owners[row], dict(own))

@@ -1,21 +1,25 @@
 """Proven lower bounds on the period. Each is valid on its own; the largest counts.
 
-All hold for any order and either backward mode; those of this module, where micro-batches stay with their own workers
-while these live. `shared_bounds` has those without that rule.
+All hold for any order and either backward mode. What bounds count are *shares*: one of the p equal layers of a stage
+for one micro-batch, p = 1 where micro-batches are not cut. A slice is one share or more, so that a wait which starts or
+ends with a unit starts or ends with one share at least. To stay in whole numbers, times of a stage are multiplied by p:
+then a share takes F, I and W ticks. A schedule with slices may have times that are no whole number of the problem's
+ticks, so neither are the bounds.
 """
 
-import heapq
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
-from slipstream.planner.bound import Bound
-from slipstream.planner.model.drain import Room, most_left
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.shared_bounds import Named, shared_bounds
-from slipstream.schedules.schedule import OpKind, Scope
+from slipstream.planner.model.problem import Bound, Problem, parts_of
+from slipstream.schedules.schedule import OpKind, Scope, Worker
+
+Named = tuple[Fraction, str]
+"""A bound in ticks, and in words what it counts."""
 
 
 def lower_bound(problem: Problem) -> int:
@@ -26,7 +30,7 @@ def lower_bound(problem: Problem) -> int:
 def strongest_bound(problem: Problem) -> Bound:
     """The best proven lower bound on the period, for the question that the problem asks.
 
-    0 where a layout is given: the problem that it was made for has one (`work_bounds`).
+    0 where a layout is given: the problem that it was made for has one (`least_of`).
     """
     if problem.assigned:
         return Bound(0, Scope.LAYERS)
@@ -36,153 +40,288 @@ def strongest_bound(problem: Problem) -> Bound:
 
 def exact_bound(problem: Problem) -> Named:
     """The same, exactly: the times of schedules with slices need not be whole numbers of the problem's ticks."""
-    if problem.sharing:
-        return max(shared_bounds(problem), key=lambda bound: bound[0])
-    stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
-    bounds = [(window_bound(problem, column), f"work and round trips of the busiest worker of column {column}")
-              for column in columns]
-    bounds += [(_chain_bound(problem, stage), f"the way to stage {stage}, its work, and the way back")
-               for stage in stages]
-    bounds += [(_crowded_bound(problem, stage), f"the wait of stage {stage} for peers at other stages")
-               for stage in stages]
+    return max(_bounds_in_place(problem), key=lambda bound: bound[0])
+
+
+def _bounds_in_place(problem: Problem) -> list[Named]:
+    """Each valid on its own: where any live holder of a stage may run any micro-batch of it, and so where workers keep
+    their own."""
+    late = problem.optimizer == "synchronous"  # then no window begins before a micro-batch has come
+    bounds = []
+    for first in sorted(set(problem.tied)):
+        columns = [column for column, tied in enumerate(problem.tied) if tied == first]
+        stages = [stage for column in columns for stage in problem.grid.stages_of(column)]
+        reach = min(_reach(problem, stage) for stage in stages) if late else 0
+        work = reach + column_work(problem, columns)
+        bounds.append((work, f"the work of column {first}, shared by its live workers"))
+        if not problem.sharing:
+            bounds += [(reach + _own_work(problem, column), f"the work of the busiest worker of column {column}")
+                       for column in columns]
+    for stage in _single(problem):
+        column = problem.column_of[stage]
+        window = _window(problem, stage)
+        bounds.append((window, f"work and round trips of the busiest worker of column {column}"))
+        bounds.append((_crowded(problem, stage), f"the wait of column {column} for fewer workers at other stages"))
+        bounds.append((_chain(problem, stage), f"the way to stage {stage}, its work, and the way back"))
+        if late:
+            bounds.append((_reach(problem, stage) + window, f"the way to column {column}, and its work"))
     if (whole := whole_fill(problem)) is not None:
-        bounds.append((whole.period, "work, and what whole forwards leave of the round trips"))
-    if problem.optimizer == "synchronous":
-        bounds += [(_synchronous_bound(problem, column), f"the way to column {column}, and its work")
-                   for column in columns]
-    ticks, counts = max(bounds, key=lambda bound: bound[0])
-    return Fraction(ticks), counts
+        bounds.append((Fraction(whole.period), "work, and what whole forwards leave of the round trips"))
+    return bounds
 
 
-def _unit_cost(problem: Problem, stage: int, host: int) -> int:
-    return sum(problem.cost(kind, stage, problem.worker(stage, host)) for kind in problem.kinds)
+def _single(problem: Problem) -> Sequence[int]:
+    """The stages whose workers hold no other layers, and whose layers, if they can be told apart, are equal."""
+    grid = problem.grid
+    if grid.chains > 1:
+        return ()
+    return [stage for stage in range(len(grid.stages))
+            if len(grid.stages_of(problem.column_of[stage])) == 1 and problem.parts_of(stage)]
 
 
-def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
-    """Work bound: (ticks, micro-batches of the busiest) that some worker of the column must at least spend computing.
-
-    Live workers run all units of their own pipelines, and those of the others are split: the largest load is at least
-    that of the best integral split. With several virtual stages only the fractional average is taken, which is weaker.
-    """
-    live = problem.live_by_column[column]
-    stages = problem.grid.stages_of(column)
-    if len(stages) > 1:
-        own = max(sum(_unit_cost(problem, stage, host) * _along(problem, stage, host) for stage in stages)
-                  for host in live)
-        work = sum(min(_unit_cost(problem, stage, host) for host in live)
-                   * sum(_along(problem, stage, pipeline) for pipeline in range(problem.grid.pipelines))
-                   for stage in stages)
-        return max(own, -(-work // len(live))), 0
-    cost = {host: _unit_cost(problem, stages[0], host) for host in live}
-    if len(set(cost.values())) == 1:
-        count = _busiest(problem, column)
-        return count * cost[live[0]], count
-    counts = problem.grid.microbatches
-    longest = max(counts[host] * price for host, price in cost.items())
-    # Giving each unit to the worker that is done with it first is optimal for equal units on workers of fixed speeds.
-    loads = [((counts[host] + 1) * price, price) for host, price in cost.items()]
-    heapq.heapify(loads)
-    for _ in range(problem.grid.total_microbatches - sum(counts[host] for host in live)):
-        load, price = loads[0]
-        longest = max(longest, load)
-        heapq.heapreplace(loads, (load + price, price))
-    return longest, 0
+def _reach(problem: Problem, stage: int) -> int:
+    """Least ticks before the first F of a stage may start."""
+    there, _ = problem.least_ways
+    return there[stage] - there[stage - problem.grid.original(stage)]
 
 
-def _busiest(problem: Problem, column: int) -> int:
-    """Micro-batches that some worker of a column must at least run, where each runs one stage."""
-    live = problem.live_by_column[column]
-    return max(-(-problem.grid.total_microbatches // len(live)), *(problem.grid.microbatches[host] for host in live))
+def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
+    """All work of some columns at the rates of all their live workers, with the shortest of their tails."""
+    work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
+               for column in columns for stage in problem.grid.stages_of(column))
+    slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
+                for pipeline in problem.live_by_column[column])
+    return ticks_of_work(work, slowness) + min(map(problem.column_tail, columns))
 
 
-def _along(problem: Problem, stage: int, pipeline: int) -> int:
-    """Micro-batches of a pipeline that visit a stage in an iteration."""
-    return len(range(stage // problem.grid.depth, problem.grid.microbatches[pipeline], problem.grid.chains))
+def _own_work(problem: Problem, column: int) -> Fraction:
+    """The most that a live worker of a column takes for the micro-batches of its own pipeline."""
+    stages, counts, grid = problem.grid.stages_of(column), problem.grid.microbatches, problem.grid
+    return Fraction(problem.column_tail(column) + max(
+        sum(problem.cost(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
+                                                                            grid.chains))
+            for stage in stages for kind in problem.kinds) for pipeline in problem.live_by_column[column]))
 
 
-def _round_trip(problem: Problem, stage: int) -> int:
-    """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
+def _along(problem: Problem, stage: int) -> int:
+    """Micro-batches that visit a stage in an iteration."""
+    grid = problem.grid
+    return sum(len(range(stage // grid.depth, count, grid.chains)) for count in grid.microbatches)
+
+
+# --- One stage --------------------------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """The shares of a stage on one of its holders; times in ticks / p."""
+
+    parts: int
+    """p: shares of a micro-batch."""
+    forward: int
+    gradient: int
+    """Of an I, or B."""
+    weight: int
+    """Of a W; 0 when fused."""
+    round_trip: int
+    """From the end of an F to the start of its I: to the last stage and back."""
+    activation: int
+    """Memory that a share takes / p from F to the end of I;"""
+    stash: int
+    """from there to the end of W;"""
+    room: int
+    """and that of the holder."""
+    most: int
+    """Shares of all micro-batches."""
+    late: int = 0
+    """How much later than after its round trip the first I starts."""
+
+    @property
+    def work(self) -> int:
+        """F, I and W."""
+        return self.forward + self.gradient + self.weight
+
+    def held(self, amount: int) -> int:
+        """How many have room at once, of which each takes so much."""
+        return self.room // amount if amount else self.most
+
+    @property
+    def waiting(self) -> int:
+        """How many memory holds between F and I."""
+        return self.held(self.activation)
+
+    def fill(self, count: int) -> int:
+        """Idle time before the first I of a worker that runs so many.
+
+        Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
+        rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
+
+            window >= n (F + I + W) + max(0, round trip - (k - 1) F),   k = min(n, capacity / activation)
+
+        for a worker that runs n, and the idle time of `drain` comes on top. The right side does not fall with n.
+        """
+        return max(0, self.round_trip + self.late - (min(count, self.waiting) - 1) * self.forward)
+
+    def drain(self, count: int, *, until_weight: bool) -> int:
+        """Idle time of a worker that runs so many from its last F on, until the last I has ended, or its W, too.
+
+        When the last F starts, memory holds x <= k micro-batches that still wait for their I, that one counted, and y
+        that wait for their W only. So no more than x I and x + y W are run from there on, while its own round trip goes
+        on:
+
+            idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
+            idle and W meanwhile >= round trip + I - k I                         until its I ends.
+
+        In the second case (`_chain`), these W are not among the count - l that are done before the last F starts, where
+        l are held in memory at most. With count > k some I comes before the last F, so that nothing is counted twice:
+        `fill` is over when the first I starts. With fewer, all F may come first, and 0 is returned.
+        """
+        if count <= self.waiting:
+            return 0
+        idle = self.round_trip + self.gradient
+        if until_weight:
+            return max(0, idle + self.weight - self.most_left(count))
+        return max(0, idle - self.waiting * self.gradient)
+
+    def most_left(self, count: int) -> int:
+        """At least the ticks of the I and W that can still be due when the last of `count` F starts.
+
+        x of them wait for their I then, 1 <= x <= k, and y for their W only, with x + y <= count and
+        x activation + y stash <= capacity: the maximum of x I + (x + y) W. With y not in whole numbers it is concave in
+        x, so that it lies at an end, or at the whole numbers around the x from which on not all can wait for their W.
+        """
+        most = min(count, self.waiting)
+        ends = {1, most}
+        if self.activation != self.stash:
+            corner = (self.room - count * self.stash) // (self.activation - self.stash)
+            ends |= {min(max(1, corner + more), most) for more in (0, 1)}
+        return max(waiting * self.gradient + self._weights(waiting, count) for waiting in ends)
+
+    def _weights(self, waiting: int, count: int) -> int:
+        """Ticks of W that are due while so many micro-batches wait for their I; y need not be a whole number."""
+        if not self.stash:
+            return count * self.weight
+        free = self.room - waiting * self.activation
+        return min(count * self.weight, waiting * self.weight + free * self.weight // self.stash)
+
+    def window(self, count: int) -> int:
+        """Time from the first to the last op."""
+        return count * self.work + self.fill(count) + self.drain(count, until_weight=True) if count else 0
+
+    def inside(self, count: int) -> int:
+        """Time from the first F to the end of the last I, in which all W are done but those that can wait."""
+        left = max((count - min(count, self.held(self.stash))) * self.weight,
+                   (count - min(count, self.held(min(self.activation, self.stash)))) * self.weight
+                   + self.drain(count, until_weight=False))
+        return count * (self.forward + self.gradient) + self.fill(count) + left
+
+
+def _shares(problem: Problem, stage: int, worker: Worker, parts: int) -> Shares:
+    forward, gradient, *weight = (problem.cost(kind, stage, worker) for kind in problem.kinds)
     there, back = problem.least_ways
     # The hop from the stage to the next one, there and back; that behind the last stage is 0.
     hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
-    return there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
+    trip = there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
+    limited = problem.memory is not None
+    return Shares(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
+                  activation=problem.activation(stage) if limited else 0, stash=problem.stash(stage) if limited else 0,
+                  room=problem.room(worker) * parts, most=_along(problem, stage) * parts)
+
+
+def _kinds(problem: Problem, stage: int) -> Counter[Shares]:
+    """How many holders of a stage run its shares in which times and room."""
+    column = problem.column_of[stage]
+    workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
+    one = {problem.workers[worker]: worker for worker in workers}
+    found: Counter[Shares] = Counter()
+    for like, number in Counter(problem.workers[worker] for worker in workers).items():
+        found[_shares(problem, stage, one[like], problem.parts_of(stage))] += number
+    return found
+
+
+def _window(problem: Problem, stage: int) -> Fraction:
+    """The least T such that the holders of a stage can run all of its shares in windows of T ticks.
+
+    T is a whole number of ticks / p, as all times of shares are. A worker that runs n shares has a window of at least
+    n (F + I + W) and the idle time while it fills and drains, which do not fall with n. So in T it runs no more than
+    the n with which that is T.
+    """
+    kinds, total = _kinds(problem, stage), _along(problem, stage) * problem.parts_of(stage)
+
+    def enough(ticks: int) -> bool:
+        return sum(number * _most(shares, ticks) for shares, number in kinds.items()) >= total
+
+    least = bisect_left(range(max(shares.window(total) for shares in kinds)), True, key=enough)
+    return Fraction(least, problem.parts_of(stage)) + problem.column_tail(problem.column_of[stage])
 
 
 def window_bound(problem: Problem, column: int) -> int:
-    """Work bound plus fill bound of a column.
+    """The window of the busiest worker of a column, in ticks."""
+    stages = [stage for stage in _single(problem) if problem.column_of[stage] == column]
+    return math.ceil(_window(problem, stages[0]) if stages else column_work(problem, [column]))
 
-    Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
-    rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
 
-        period >= n (F + I + W) + max(0, round trip - (k - 1) F) + A + O,   k = min(n, capacity / activation)
+def _crowded(problem: Problem, stage: int) -> Fraction:
+    """As `_window`, where a later stage has fewer live workers. 0 with slices.
 
-    for a worker that runs n micro-batches, and the idle time of `_drain_idle` comes on top. The right side does not
-    fall with n, so the least n of the busiest worker gives a bound. With several virtual stages the forwards of all of
-    them may fill the wait, and it is left out.
+    The I that come first on the n holders are of n micro-batches. At a stage with k < n holders no more than k of these
+    have the first F of their worker; the others get it at least one F late, and n - k holders idle that much longer.
+    With fewer holders in use, fewer idle longer, but those that do not run no more than with all.
     """
-    work, count = _least_makespan(problem, column)
-    stages = problem.grid.stages_of(column)
-    idle = 0
-    if len(stages) == 1 and count:
-        stage = stages[0]
-        idle = _fill_idle(problem, stage, count) + _drain_idle(problem, stage, count, problem.kinds[1:])
-    return work + idle + problem.column_tail(column)
+    kinds = _kinds(problem, stage)
+    if problem.sliced or len(kinds) > 1:
+        return Fraction(0)
+    shares, = kinds
+    total, holders, best = _along(problem, stage), len(problem.holders[stage]), 0
+    for later in range(stage + 1, len(problem.grid.stages)):
+        in_time = len(problem.holders[later])
+        if in_time >= holders:
+            continue
+        late = shares._replace(late=problem.fastest(OpKind.F, later))
+
+        def enough(ticks: int, in_time: int = in_time, late: Shares = late) -> bool:
+            return in_time * _most(shares, ticks) + (holders - in_time) * _most(late, ticks) >= total
+
+        best = max(best, bisect_left(range(late.window(total)), True, key=enough))
+    return Fraction(best) + problem.column_tail(problem.column_of[stage])
 
 
-def _fill_idle(problem: Problem, stage: int, count: int) -> int:
-    """Idle ticks of a worker that runs `count` micro-batches of one stage, before its first I."""
-    forwards = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
-    return max(0, _round_trip(problem, stage) - forwards)
+def _most(shares: Shares, ticks: int) -> int:
+    """How many, up to all, fit in a window."""
+    return bisect_right(range(1, shares.most + 1), ticks, key=shares.window)
 
 
-def _drain_idle(problem: Problem, stage: int, count: int, kinds: Sequence[OpKind]) -> int:
-    """Idle ticks of a worker that runs `count` micro-batches of one stage, from its last F on.
+def _chain(problem: Problem, stage: int) -> Fraction:
+    """Fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0. 0 where
+    speeds differ.
 
-    `kinds` are the ops after F that end the time looked at: until the last micro-batch's I, or until its W.
+    The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
+    with a W at stage 0. In between it runs all its n F and I, idles while it fills, and runs all W but those that it
+    can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains. All ops of stage 0
+    lie in a window of period - A - O (staggered: any two workers' windows there end together), so
 
-    When the last F starts, memory holds x <= k micro-batches that still wait for their I, that one counted, and y that
-    wait for their W only. So no more than x I and x + y W are run from there on, while its own round trip goes on:
+        period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
 
-        idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
-        idle and W meanwhile >= round trip + I - k I                         until its I ends.
-
-    In the second case (`_chain`), these W are not among the count - l that are done before the last F starts, where l
-    are held in memory at most. With count > k some I comes before the last F, so that nothing is counted twice:
-    `_fill_idle` is over when the first I starts. With fewer, all F may come first, and 0 is returned.
+    Fused, B takes the place of I, and no W is left for later.
     """
-    waiting = _in_flight(problem, stage, count)
-    if waiting == count:
-        return 0
-    idle = _round_trip(problem, stage) + sum(problem.fastest(kind, stage) for kind in kinds)
-    gradient, *weight = (_slowest(problem, kind, stage) for kind in kinds)
-    if not weight:
-        return max(0, idle - waiting * gradient)
-    return max(0, idle - most_left(_room(problem, stage), waiting, count, gradient, weight[0]))
+    kinds = _kinds(problem, stage)
+    if len(kinds) > 1:
+        return Fraction(0)
+    shares, = kinds
+    return _way_through(problem, stage, shares, -(-shares.most // len(problem.holders[stage])))
 
 
-def _room(problem: Problem, stage: int) -> Room:
-    return Room(problem.activation(stage), problem.stash(stage), _most_room(problem, stage))
+def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fraction:
+    """`_chain` of a worker that runs so many shares."""
+    there, back = problem.least_ways
+    last = Fraction(0)
+    if problem.backward == "split" and stage and problem.parts_of(0):
+        last = Fraction(problem.fastest(OpKind.W, 0), problem.parts_of(0))
+    tail = problem.column_tail(problem.column_of[0])
+    return Fraction(shares.inside(count), shares.parts) + there[stage] + back[stage] + last + (
+        tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
 
 
-def _most_room(problem: Problem, stage: int) -> int:
-    """Of any live worker that holds the stage: one of them is the busiest, but not known which."""
-    return max(map(problem.room, problem.holders[stage]))
-
-
-def _held(problem: Problem, stage: int, count: int) -> int:
-    """Micro-batches of the `count` that a worker can hold between F and the end of W."""
-    least = min(problem.activation(stage), problem.stash(stage))
-    if problem.memory is None or least == 0:
-        return count
-    return min(count, _most_room(problem, stage) // least)
-
-
-def _in_flight(problem: Problem, stage: int, count: int) -> int:
-    """Micro-batches that a worker can hold between F and the end of I, of the `count` it runs."""
-    activation = problem.activation(stage)
-    if problem.memory is None or activation == 0:
-        return count
-    return min(count, _most_room(problem, stage) // activation)
+# --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------
 
 
 class Fill(NamedTuple):
@@ -223,28 +362,26 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     if not own or grid.chains > 1 or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)
-    beside = [_beside_fill(problem, stage, count) for stage in stages]
+    shares = [_shares(problem, stage, problem.worker(stage, 0), 1) for stage in stages]
+    beside = [_beside_fill(problem, stage, shares[stage], count) for stage in stages]
     back = [problem.fastest(problem.gradient_kind, stage + 1) + 2 * problem.least_hop(stage) for stage in stages[:-1]]
-    fills = [Fill(problem.fastest(OpKind.F, stage), _in_flight(problem, stage, count), after)
-             for stage, after in zip(stages, [*back, 0], strict=True)]
+    fills = [Fill(one.forward, min(count, one.waiting), after) for one, after in zip(shares, [*back, 0], strict=True)]
     least = max(beside)
     enough = sum(2 * fill.forward + fill.back for fill in fills)
-    period = least + bisect_left(range(enough), True, key=lambda more: can_fill(
+    period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
         fills, [least + more - ticks for ticks in beside]))
     return WholeFill(period, tuple(period - ticks for ticks in beside))
 
 
-def _beside_fill(problem: Problem, stage: int, count: int) -> int:
+def _beside_fill(problem: Problem, stage: int, shares: Shares, count: int) -> int:
     """The least period of a worker of this stage without the time it idles before its first I."""
-    column = problem.column_of[stage]
-    window = count * _unit_cost(problem, stage, 0) + _drain_idle(problem, stage, count, problem.kinds[1:]) \
-        + problem.column_tail(column)
+    window = shares.window(count) + problem.column_tail(problem.column_of[stage])
     if problem.optimizer == "synchronous":
         window += _reach(problem, stage)
-    return max(window, _chain(problem, stage, count) - _fill_idle(problem, stage, count))
+    return max(window, math.ceil(_way_through(problem, stage, shares, count))) - shares.fill(count)
 
 
-def can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
+def _can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
     """Whether all stages can fill with so much idle time."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
@@ -257,105 +394,146 @@ def can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
     return True
 
 
-def _synchronous_bound(problem: Problem, column: int) -> int:
-    """Path bound with a synchronous optimizer: reach the column, do its work, all-reduce, step.
+# --- For every layout that the problem allows -------------------------------------------------------------------------
 
-    The busiest worker cannot start before a micro-batch has come through the earlier stages; its window bound then
-    runs in full. The optimizer step of whichever worker ends last follows the last compute op of the job.
+
+def least_of(below: Problem) -> Bound:
+    """A bound for all layouts that the question of a problem of layers allows, where these cost no more than there.
+
+    Any schedule stays one where ops take less time, each ending when it did and beginning later: what waits for its end
+    waits no longer, no two ops of a worker overlap, an activation is held from a later F on, and no worker's window is
+    longer. So it does where transfers take less, and where less memory is needed or more is there. Hence a bound for
+    costs that were rounded down holds for the costs themselves, and for what they were rounded up to: the slices of
+    layouts, which take the sums of their layers, and whole stages, of which each takes at least that sum.
+
+    Where the problem shares its micro-batches, layers are in place, and bounds of whole stages, cut into equal `parts`
+    at most, count, too.
     """
-    return min(_reach(problem, stage) for stage in problem.grid.stages_of(column)) + window_bound(problem, column)
+    found = period_bound(below)
+    if below.sharing:
+        ticks, counts = exact_bound(below)
+        found |= Bound(math.ceil(ticks), found.scope, counts)
+    return found
 
 
-def _reach(problem: Problem, stage: int) -> int:
-    """Least ticks before the first F of a stage may start."""
-    first = stage - problem.grid.original(stage)
-    there, _ = problem.least_ways
-    return there[stage] - there[first]
+def work_bound(problem: Problem) -> int:
+    """No schedule has a shorter period than this many ticks, whoever holds what.
 
-
-def _chain_bound(problem: Problem, stage: int) -> int:
-    """Fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0.
-
-    The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
-    with a W at stage 0. In between it runs all its n F and I, idles while it fills (`_fill_idle`), and runs all W but
-    those that it can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains. All
-    ops of stage 0 lie in a window of period - A - O (staggered: any two workers' windows there end together), so
-
-        period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
-
-    Fused, B takes the place of I, and no W is left for later.
+    A worker that runs any op holds a layer, so that of a period T at least the all-reduce and the optimizer step of one
+    layer are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - tail) / s of the
+    usual work. The sum over all live workers is at least the work of an iteration.
     """
-    column = problem.column_of[stage]
-    if len(problem.grid.stages_of(column)) > 1:
-        return 0
-    return _chain(problem, stage, _busiest(problem, column))
+    work = sum(problem.costs.work) * problem.grid.total_microbatches
+    return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
 
 
-def _chain(problem: Problem, stage: int, count: int) -> int:
-    """The fill and drain bound of a worker that runs at least `count` micro-batches of this stage."""
-    kinds = [kind for kind in problem.kinds if kind is not OpKind.W]
-    work = count * sum(problem.fastest(kind, stage) for kind in kinds) + _fill_idle(problem, stage, count)
-    drain = _drain_idle(problem, stage, count, problem.kinds[1:2])
-    last_weight = 0
-    if problem.backward == "split":
-        weight = problem.fastest(OpKind.W, stage)
-        drain = max((count - _stashed(problem, stage, count)) * weight,
-                    (count - _held(problem, stage, count)) * weight + drain)
-        last_weight = problem.fastest(OpKind.W, 0)
-    work += drain
-    chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
-    tail = problem.column_tail(problem.column_of[0])
-    return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
+def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
+    """In how many ticks workers, each at its speed (per mille of the usual time), do so many ticks of usual work."""
+    kinds = Counter(slowness)
+    return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
 
 
-def _crowded_bound(problem: Problem, stage: int) -> int:
-    """Path bound through the peers at a stage with dead workers.
+def period_bound(problem: Problem) -> Bound:
+    """The best bound known: `any_layers_bound`, or where layers stay in place, `fixed_bound`; at least `work_bound`."""
+    moving = problem.question.layers == "move"
+    return Bound(max(work_bound(problem), any_layers_bound(problem) if moving else fixed_bound(problem)),
+                 problem.question.scope, "the work of all layers that workers share")
 
-    Take from each pipeline whose worker of this stage lives the micro-batch whose I is the first there. At a later
-    stage with fewer live workers, q = ceil(pipelines / live workers) of these micro-batches meet on one worker, so one
-    of them gets its F there (q - 1) F late, and its pipeline idles that much longer than `_fill_idle` says. In the
-    same way the last I of some pipeline must leave (q - 1) I early, where an earlier stage has fewer live workers.
+
+def any_layers_bound(problem: Problem) -> int:
+    """A bound for all holdings: workers run whole layers of whole micro-batches, and hold the layers that they run.
+
+    A worker that holds h layers does no more of the usual work than all micro-batches have in h layers. Of a period the
+    all-reduces and steps of h layers are not F, I or W; in the rest it does a sum of layers' work, which is a multiple
+    of the greatest common divisor of these.
     """
-    if len(problem.grid.stages_of(problem.column_of[stage])) > 1:
+    unit, total = math.gcd(*problem.costs.work), problem.grid.total_microbatches
+    if not unit:
         return 0
-    live = problem.live_by_column[problem.column_of[stage]]
-    count = min(problem.grid.microbatches[pipeline] for pipeline in live)
-    column = problem.column_of[stage]
-    late = _crowding(problem, stage, OpKind.F, range(stage + 1, len(problem.grid.stages)))
-    slack = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
-    idle = max(0, _round_trip(problem, stage) + late - slack)
-    work = count * sum(problem.fastest(kind, stage) for kind in problem.kinds)
-    idle += _drain_idle(problem, stage, count, problem.kinds[1:])
-    early = _crowding(problem, stage, problem.gradient_kind, range(stage))
-    return max(work + idle + problem.column_tail(column), _chain(problem, stage, count) + early)
+    most = [total * work for work in accumulate(sorted(problem.costs.work, reverse=True))]
+    tails = list(accumulate(sorted(problem.costs.closing)))
+    kinds = Counter(map(problem.slowness, problem.live))
+
+    def enough(limit: int) -> bool:
+        return sum(count * max(min(work, max(0, limit - tail) * 1000 // (slow * unit) * unit)
+                               for work, tail in zip(most, tails, strict=True))
+                   for slow, count in kinds.items()) >= most[-1]
+
+    return bisect_left(range(4 * problem.ample_ticks), True, key=enough)
 
 
-def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
-    """How long the last of one op of each pipeline waits at the most crowded of the other stages."""
-    if not problem.failed:
+def fixed_bound(problem: Problem) -> int:
+    """A bound for the present holdings.
+
+    The work of consecutive parts (`parts_of`) is done by those who hold any of them. Of a period they are not available
+    for the all-reduces and optimizer steps of all they hold, and for what they idle by lack of memory (`fill_ticks`).
+    Without slices, nobody runs a part of a micro-batch: see `whole_bound`.
+    """
+    def unavailable(worker: Worker) -> int:
+        return problem.closing(worker) + fill_ticks(problem, worker)
+
+    parts = list(parts_of(problem))
+    idle = {worker: unavailable(worker) for worker in problem.live}
+    best = 0
+    for first in range(len(parts)):
+        holders: set[Worker] = set()
+        work = 0
+        for part in parts[first:]:
+            holders.update(part.holders)
+            work += sum(problem.costs.work[layer] for layer in range(*part.layers)) * problem.grid.total_microbatches
+            best = max(best, _least(problem, sorted(holders), work, idle.__getitem__))
+    return best if problem.question.sliced else max(best, whole_bound(problem))
+
+
+def whole_bound(problem: Problem) -> int:
+    """A bound where a micro-batch is not cut within a part: each holder runs a whole number of them.
+
+    A holder of a part that needs t ticks for one of its micro-batches runs at most floor((T - tail) / t) in a period T.
+    """
+    best = 0
+    for part in parts_of(problem):
+        work = sum(problem.costs.work[layer] for layer in range(*part.layers))
+        kinds = Counter((problem.closing(worker), problem.slowness(worker)) for worker in part.holders)
+
+        def enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
+            return not work or sum(count * (max(0, limit - tail) * 1000 // (work * slow))
+                                   for (tail, slow), count in kinds.items()) >= problem.grid.total_microbatches
+
+        best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=enough))
+    return best
+
+
+def fill_ticks(problem: Problem, worker: Worker) -> int:
+    """Ticks of every period that a worker idles at least, before its first I: proven for its present holdings.
+
+    Let its first F start at t, and its first I at u; that is of a slice [a, b) of some micro-batch. After the F of
+    [a, b), F of all layers from b on and I of the same come before that I, at best on workers of no less than the usual
+    time and with one transfer each way if b < L. The worker holds b - 1 but perhaps not b; whatever b is, at least the
+    F of one layer that it holds, and F and I of all layers behind the last one that it holds, lie between t and u. In
+    that time the worker runs F only, as W follows I, and each of these still holds its activation at u. So they take no
+    longer than its room for activations allows, at the most ticks of F for the memory. The rest of u - t it idles.
+    """
+    held = problem.layers_held(worker)
+    if not held or held[-1] + 1 == problem.grid.layer_count:
         return 0
-    pipelines = len(problem.live_by_column[problem.column_of[stage]])
-    live = problem.live_by_column
-    return max(((-(-pipelines // len(live[column])) - 1) * problem.fastest(kind, other)
-                for other in others if len(live[column := problem.column_of[other]]) < pipelines), default=0)
+    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.costs.sums
+    behind = sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
+    fastest = min(map(problem.slowness, problem.live))
+    trip = min(problem.costs.forward[layer] for layer in held) * slow // 1000 + behind * min(1000, fastest) // 1000
+    trip += 2 * problem.times.transfer
+    if not problem.costs.activation or not all(problem.costs.activation[layer] for layer in held):
+        return 0
+    room = problem.workers[worker].room - sum(problem.costs.weights[layer] for layer in held)
+    rate = max(Fraction(problem.costs.forward[layer] * slow, 1000 * problem.costs.activation[layer]) for layer in held)
+    rounding = len(held) * problem.grid.total_microbatches if slow != 1000 else 0  # each F is rounded up to a tick
+    return max(0, trip - int(room * rate) - rounding - 1)
 
 
-def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
-    """The most that this op takes on any live worker of the stage."""
-    holders = problem.holders[stage]
-    return max(problem.cost(kind, stage, host) for host in (holders if problem.slow else holders[:1]))
+def _least(problem: Problem, workers: Sequence[Worker], work: int, unavailable: Callable[[Worker], int]) -> int:
+    """The least T with which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
+    kinds = Counter((problem.slowness(worker), unavailable(worker)) for worker in workers)
 
+    def enough(limit: int) -> bool:
+        return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
 
-def _stashed(problem: Problem, stage: int, count: int) -> int:
-    """Micro-batches of the `count` that a worker runs whose W it can leave until all its I are done."""
-    stash = problem.stash(stage)
-    if problem.memory is None or stash == 0:
-        return count
-    return min(count, _most_room(problem, stage) // stash)
-
-
-def _way_back(problem: Problem, stage: int) -> int:
-    """Least ticks from the end of an I of a stage to the end of that micro-batch's I at stage 0."""
-    return problem.least_ways[1][stage]
-
-
+    return bisect_left(range(problem.ample_ticks * 4), True, key=enough)

@@ -10,20 +10,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from slipstream.planner.model.layout import MicroBatch
-from slipstream.planner.model.problem import Problem, Visit
-from slipstream.planner.model.unions import joined
+from slipstream.planner.model.problem import MicroBatch, Problem, Visit, joined
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more healthy pipelines than it needs."""
+
 SHEDDING, LARGEST_SHEDDING = 3, 6_000
 """How many times as many healthy pipelines it is given where their micro-batches may be handed on, too, and compute ops
 of a group up to which it is."""
-
-NOBODY = -1
-"""In a copy: the pipeline of that number stands for none of the whole problem."""
 
 Dead = Mapping[int, Columns]
 """The columns in which each broken pipeline has no worker."""
@@ -34,7 +30,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
-    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for; or `NOBODY`."""
+    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
     names: Mapping[MicroBatch, MicroBatch] | None = None
     """The micro-batches of the whole problem by the names that they have in a copy, before its pipelines are numbered
     anew; None: the same."""
@@ -75,21 +71,6 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
     return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
-
-
-def joined_pieces(problem: Problem, pieces: Sequence[Piece]) -> Piece:
-    """All pieces of a problem with routes as one, in which each stands once, so that they are ordered on one clock.
-
-    Nobody may run what is another's there: it would be another piece that its copies share with.
-    """
-    renamed, names = by_runner(problem)
-    starts = [sum(len(piece.copies[0]) for piece in pieces[:index]) for index in range(len(pieces) + 1)]
-    copies = [[NOBODY] * starts[-1] for _ in range(max(len(piece.copies) for piece in pieces))]
-    for start, piece in zip(starts, pieces, strict=False):
-        for row, copy in zip(copies, piece.copies, strict=False):
-            row[start:start + len(copy)] = copy
-    part = msgspec.structs.replace(part_of(renamed, copies[0]), sharing=False)
-    return Piece(problem=part, copies=tuple(map(tuple, copies)), names=names)
 
 
 def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:

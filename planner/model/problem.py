@@ -1,4 +1,4 @@
-"""The scheduling problem in whole ticks: what is fixed, before anything is decided."""
+"""The scheduling problem in whole ticks: what each layer costs, who holds what, what is decided; bounds as values."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,12 +8,170 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from slipstream.planner.model.layer_ticks import LayerTicks
-from slipstream.planner.model.layout import Held, LiveWorker, MicroBatch
-from slipstream.planner.model.unions import joined
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.layers import LayerRange, total
-from slipstream.schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Scope, Times, Worker
+from slipstream.schedules.layers import LayerRange, total, totals
+from slipstream.schedules.precedence import OpKey
+from slipstream.schedules.schedule import (
+    BackwardMode,
+    Grid,
+    Memory,
+    NoScheduleError,
+    OpKind,
+    OptimizerMode,
+    Scope,
+    Times,
+    Worker,
+)
+
+# --- Bounds -----------------------------------------------------------------------------------------------------------
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """No schedule that the question allows has a shorter period."""
+
+    ticks: int
+    scope: Scope
+    counts: str = ""
+    """What it counts, in words."""
+
+    def __or__(self, other: "Bound") -> "Bound":
+        """The larger of two bounds, which answer the same question; the first of equals."""
+        assert self.scope is other.scope, f"a bound for {self.scope} and one for {other.scope} are not comparable"
+        return other if other.ticks > self.ticks else self
+
+
+# --- What is joined by pairs ------------------------------------------------------------------------------------------
+
+
+def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """[number] the least of all that a number is joined with: union-find with path halving.
+
+    networkx has one, too, but a plan should not wait a tenth of a second for its import.
+    """
+    above = list(range(count))
+
+    def top(number: int) -> int:
+        while above[number] != number:
+            above[number] = number = above[above[number]]
+        return number
+
+    for one, other in pairs:
+        first, second = top(one), top(other)
+        above[max(first, second)] = min(first, second)
+    return [top(number) for number in range(count)]
+
+
+# --- What each layer costs --------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """[layer] sums over all layers before it, L + 1 values each."""
+
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    all_reduce: tuple[int, ...]
+    closing: tuple[int, ...]
+    activation: tuple[int, ...]
+    weight_stash: tuple[int, ...]
+    weights: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One value for each of the L layers; memory is 0 where it is unlimited.
+
+    Without values where nothing is cut and no layer moves: then the ticks may be too coarse for single layers.
+    """
+
+    forward: tuple[int, ...] = ()
+    backward_input: tuple[int, ...] = ()
+    backward_weight: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+    all_reduce: tuple[int, ...] = ()
+    activation: tuple[int, ...] = ()
+    """Of a micro-batch, from F to I;"""
+    weight_stash: tuple[int, ...] = ()
+    """from I to W."""
+    weights: tuple[int, ...] = ()
+    """Parameters, gradients and optimizer state."""
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Ticks of F, I and W of each layer for one micro-batch, at the usual speed."""
+        return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
+
+    @cached_property
+    def closing(self) -> tuple[int, ...]:
+        """Ticks of each layer at the end of an iteration on a worker that holds it: all-reduce and optimizer."""
+        return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
+
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """The most that a micro-batch ever holds of each layer: its activation, or after its I its stash."""
+        return tuple(map(max, self.activation, self.weight_stash))
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Sums over the layers before each one."""
+        return Sums(*(totals(getattr(self, name)) for name in Sums._fields))
+
+    def of_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
+        """The values of this name, of ranges of layers."""
+        before = getattr(self.sums, name)
+        return tuple(before[end] - before[first] for first, end in slices)
+
+
+# --- What a layout is -------------------------------------------------------------------------------------------------
+
+
+Held = tuple[LayerRange, ...]
+"""What a worker holds: ascending ranges that do not touch."""
+UNLIMITED = 2**40
+"""Room of a worker where memory is unlimited."""
+
+
+class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """All that planning knows of a live worker: two that are equal may change places."""
+
+    per_mille: int = 1000
+    """Time of its compute ops as a multiple of the usual one: 1000 is normal, 2000 half speed."""
+    room: int = UNLIMITED
+    """Memory for weights and activations together."""
+    holds: Held
+    """Its layers: now, or in a layout."""
+
+
+class MicroBatch(NamedTuple):
+    """The micro-batch of this number that this pipeline reads in an iteration."""
+
+    pipeline: int
+    microbatch: int
+
+
+class Stop(NamedTuple):
+    """One slice of a route: layers, and the worker that runs their F, I and W."""
+
+    layers: LayerRange
+    worker: Worker
+
+
+Route = tuple[Stop, ...]
+"""Its layers tile 0..L-1 in order."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What an order in time is then searched for."""
+
+    kind: str
+    """How it was made, in a few words, e.g. "re-cut pipelines, floating layers"."""
+    holds: Mapping[Worker, tuple[LayerRange, ...]]
+    """Every live worker: ascending, disjoint ranges that do not touch."""
+    routes: Mapping[MicroBatch, Route]
+    """Every micro-batch of an iteration."""
+
+
+# --- What is fixed, before anything is decided ------------------------------------------------------------------------
+
 
 LayersMode = Literal["fixed", "move"]
 
@@ -408,22 +566,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         slow = self.slowness(worker)
         return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.sums[:3])
 
-    def stagger(self, first: int, last: int) -> int:
-        """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
-
-        So far apart are their reductions: a slice over both is done before the first of them, and its worker then waits
-        for the second.
-        """
-        return self._staggered[last] - self._staggered[first]
-
-    @cached_property
-    def _staggered(self) -> tuple[int, ...]:
-        """[layer] ticks from the start of the first stage to that of the stage that holds it."""
-        between = [0] * (self.grid.layer_count + 1)
-        for (low, high), _ in self.paths[0]:
-            between[high] += self.times.transfer + sum(self.costs.forward[low:high])
-        return tuple(accumulate(between))
-
     @cached_property
     def ample_ticks(self) -> int:
         """More than the longest load can be: the slowest worker runs everything."""
@@ -448,3 +590,18 @@ def parts_of(problem: Problem) -> Iterator[Part]:
         if not holders:
             raise LookupError(f"no live worker holds layer {first}")
         yield Part((first, end), holders)
+
+
+# --- What a scheduler decides -----------------------------------------------------------------------------------------
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts and start times of the compute ops. All-reduces and optimizer steps follow from them (`assemble`)."""
+
+    hosts: Mapping[Unit, Worker]
+    """The worker that runs each unit."""
+    starts: Mapping[OpKey, int]
+    """Start tick of each compute op (kind, slice, pipeline, microbatch).
+
+    Ops without duration may share an instant: they then run in the order of this mapping.
+    """

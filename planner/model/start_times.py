@@ -6,8 +6,7 @@ import numpy as np
 
 from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.problem import Problem, Solution
 
 NEVER = -2**60
 """Before all ticks."""

@@ -9,8 +9,7 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.model.problem import Problem, Unit
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.problem import Problem, Solution, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.schedules.precedence import OpKey, waits
 from slipstream.schedules.schedule import OpKind, Worker

@@ -7,37 +7,26 @@ and CP-SAT after a little annealing where it is small. A job with one candidate 
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Literal, get_args
 
 import msgspec
 
-from slipstream.planner.bound import Bound
-from slipstream.planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget, End
+from slipstream.planner.budget import LAYOUT_STEPS, Budget, End
 from slipstream.planner.loops import plain
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
-from slipstream.planner.model.layout_bound import LayoutBound, can_bound
-from slipstream.planner.model.problem import NoPlanError, Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.problem import Bound, NoPlanError, Problem, Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.improve import anneal, improve, provable
+from slipstream.planner.search.improve import anneal, improve, list_schedules, provable
 from slipstream.planner.search.incumbent import Incumbent, Proposals, evidence
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
-from slipstream.planner.search.list_schedules import list_schedules, on_one_clock
-from slipstream.schedules.scope import Scope
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)
-LARGEST_BASELINE = 200_000
-"""Compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in groups."""
 LITTLE = 0.1
 """Share of the time: list schedules that end with less of it left have used it up."""
-FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
-"""What it takes to put a plan together and check it: seconds for each op, at most this share of the time."""
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -48,8 +37,8 @@ class Solved(msgspec.Struct, frozen=True):
     bound: Bound
     deadlines: Sequence[int] | None = None
     """Where all pieces are on one clock: when their compute ops must be done, by column."""
-    evidence: Callable[[], str] = str
-    """What is likely to leave a gap, or nothing. Few ask, and with layouts it takes as long as some list schedules."""
+    evidence: str = ""
+    """What is likely to leave a gap, or nothing."""
     fixed_period: float | None = None
     """Seconds: the best period found with layers in place, where they move in this one."""
     end: End = End.BOUND
@@ -66,12 +55,12 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
     proposals = given if isinstance(given, Proposals) else Proposals(given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"
-        return _baseline(proposals.first, method)
+        return _baseline(proposals.first, method, params.blocks.largest_baseline)
     return _Engine(proposals, budget, params, greedy=method == "greedy").best()
 
 
-def _baseline(problem: Problem, method: Method) -> Solved:
-    divide = not problem.failed or problem.operations > LARGEST_BASELINE
+def _baseline(problem: Problem, method: Method, largest: int) -> Solved:
+    divide = not problem.failed or problem.operations > largest
     pieces = decompose(problem) if divide else (undivided(problem),)
     return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
                   ran=method)
@@ -90,8 +79,9 @@ class _Engine:
         """The best of all. Raises NoPlanError where there is none."""
         budget, several = self._budget, self._proposals.several
         first = self._proposals.start(shedding=not self._greedy)
+        blocks = self._params.blocks
         if first is not None:
-            after = min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * first.operations)
+            after = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
             budget = budget.until(budget.deadline - after)
         share = self._layouts.share if several else self._params.lists.share
         lists = budget if self._greedy else budget.share(share)
@@ -108,10 +98,9 @@ class _Engine:
             self._anneal(budget)
         best = self._best
         fixed = min((known.seconds for known in self._found if not known.moved), default=None)
-        text = evidence(best, budget.clock, budget.clock.now() - self._began)
         return Solved(best.problem, list(zip(best.pieces, best.solutions, strict=True)), best.bound, best.deadlines,
-                      partial(self._evidence, best, text), fixed if best.moved else None,
-                      self._end(best, budget), ", ".join(budget.tally.techniques))
+                      evidence(best, budget.clock, budget.clock.now() - self._began),
+                      fixed if best.moved else None, self._end(best, budget), ", ".join(budget.tally.techniques))
 
     def _end(self, best: Incumbent, budget: Budget) -> End:
         """List schedules alone end before the time where random steps find nothing better for long; annealing goes on
@@ -131,54 +120,13 @@ class _Engine:
             return 1.0
         return self._layouts.first_share_move if self._proposals.moving else self._layouts.first_share_fixed
 
-    def _evidence(self, known: Incumbent, text: str) -> str:
-        """With what the choice of who runs what alone makes of a gap."""
-        least = self._least_of(known)
-        if least.ticks <= known.bound.ticks:
-            return text
-        return f"{text}; {least.scope.words} here, no order is shorter than " \
-               f"{least.ticks * known.problem.tick_seconds:g} s"
-
     # --- Propose, and order each ---
 
     def _add(self, known: Incumbent, budget: Budget) -> None:
-        """A few list schedules of a candidate.
-
-        It is dropped where they get stuck for lack of memory, or cannot be the best.
-        """
-        share = budget.share(self._layouts.bound_share)
-        least = Bound(0, Scope.ORDER) if self._greedy else self._least_of(known, share)
-        if known.moved and self._found and least.ticks * known.problem.tick_seconds > self._best.seconds:
-            return
-        enough = msgspec.structs.replace(known, bound=known.bound.narrowed(Scope.ORDER) | least)
+        """A few list schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._proposals.several and not self._greedy else self._params.lists.most_steps
-            found = list_schedules(enough, budget, self._params.lists, steps)
-            self._found.append(msgspec.structs.replace(found, bound=known.bound, least=least))
-
-    def _least_of(self, known: Incumbent, budget: Budget | None = None) -> Bound:
-        """A bound for the layout of a candidate, to a thousandth if there is time; 0 where none is sought.
-
-        Only as far as it matters: to its own period, or a little beyond that of the best candidate.
-        """
-        if known.operations > self._layouts.largest_bounded or not can_bound(known.problem):
-            return Bound(0, Scope.ORDER)
-        hosts = [solution.hosts for solution in known.solutions]
-        low = known.bound.ticks
-        high = 2 * low
-        if known.solutions:
-            high = known.period
-        elif self._found:
-            ticks = self._layouts.beyond * self._best.seconds / known.problem.tick_seconds
-            high = max(low, math.ceil(ticks))
-
-        def over() -> bool:
-            if budget is None:
-                return False
-            budget.clock.count(BOUND_STEPS_PER_OP * known.operations)
-            return budget.seconds <= 0
-
-        return Bound(LayoutBound([piece.problem for piece in known.pieces], hosts).period(low, high, over), Scope.ORDER)
+            self._found.append(list_schedules(known, budget, self._params.lists, steps))
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
@@ -245,18 +193,16 @@ class _Engine:
 
     def _anneal(self, budget: Budget) -> None:
         """Anneal the most promising few in turns, fewer each time, then one, with CP-SAT where it is small."""
-        last = len(self._layouts.halvings) - 1
-        for number, (count, share) in enumerate(self._layouts.halvings):
+        for count, share in self._layouts.halvings:
             ranked = self._promising()[:count]
             if len(ranked) < 2:
                 break
             for known, turn in self._in_turn(ranked, budget.share(share)):
-                begun = on_one_clock(known, self._params.lists) if number == last else known
-                better = anneal(begun, turn, self._params.annealing)
+                better = anneal(known, turn, self._params.annealing)
                 self._replace(known, msgspec.structs.replace(better, gained=max(0.0, known.seconds - better.seconds)))
         final = self._promising()[:1]
         if final and not self._over(budget):
-            self._replace(final[0], improve(on_one_clock(final[0], self._params.lists), budget, self._params))
+            self._replace(final[0], improve(final[0], budget, self._params))
 
     def _in_turn(self, some: Sequence[Incumbent], budget: Budget) -> Iterator[tuple[Incumbent, Budget]]:
         """Each with an equal share of the time, until some candidate is as good as any can be."""
@@ -267,10 +213,7 @@ class _Engine:
 
     def _promising(self) -> list[Incumbent]:
         """What may be the best after more work, what is expected to be the best first."""
-        best = self._best.seconds
-        # A bound of its own is known to a thousandth.
-        return sorted((known for known in self._found
-                       if known.open and known.period > 1.001 * known.least.ticks and known.least_seconds < best),
+        return sorted((known for known in self._found if known.open),
                       key=lambda known: known.expected(self._layouts.again))
 
     def _over(self, budget: Budget) -> bool:

@@ -1,14 +1,53 @@
-"""Annealing of the pieces of a candidate that are critical; CP-SAT improves small ones, and proves them optimal."""
+"""How the pieces of a candidate are solved: by list schedules, by annealing, small ones proven optimal by CP-SAT."""
+
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.problem import Problem
+from slipstream.planner.model.problem import Bound, Problem, Solution
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, SearchParams
+from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, SearchParams
 from slipstream.planner.search.incumbent import Annealed, Incumbent
-from slipstream.schedules.scope import Scope
+from slipstream.planner.search.list_search import search
+from slipstream.schedules.schedule import Scope
+
+# --- List schedules ---------------------------------------------------------------------------------------------------
+
+
+def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
+                   steps: int | None = None) -> Incumbent:
+    """The best of many list schedules of each piece. No piece need be shorter than the longest one.
+
+    Where the period of a piece is not that of the whole, only the latter is reported, in the end. `steps`: at random,
+    of each piece at most.
+    """
+    found = _each_alone(known, budget, params, params.most_steps if steps is None else steps)
+    if len(known.pieces) > 1:
+        _report(found.period, known, budget)
+    return found
+
+
+def _report(period: int, known: Incumbent, budget: Budget) -> None:
+    ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound.ticks))
+    budget.progress.found("list scheduler", ticks, bound)
+
+
+def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
+    order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
+    found: dict[int, tuple[Solution, int]] = {}
+    longest = 0
+    for number, index in enumerate(order):
+        problem = known.pieces[index].problem
+        left = sum(known.pieces[other].problem.operations for other in order[number:])
+        part = budget.share(problem.operations / left)
+        found[index] = search(problem, max(known.bound.ticks, longest), part, params, steps,
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None)
+        longest = max(longest, found[index][1])
+    solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
+    return known.with_solutions(solutions, periods)
+
+
+# --- Annealing, and CP-SAT --------------------------------------------------------------------------------------------
 
 
 def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
@@ -17,7 +56,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
     begin = params.begin_seconds * known.operations
     if budget.end(known.period, known.bound.ticks, begin):
         return known
-    from slipstream.planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
+    from slipstream.planner.search.annealing import anneal_pieces  # numba takes a third of a second to load
 
     problems, best = [piece.problem for piece in known.pieces], known
 

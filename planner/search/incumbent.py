@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model import assemble
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
-from slipstream.schedules.scope import Scope
+from slipstream.planner.model.problem import Bound, Problem, Solution
 
 
 class Annealed(msgspec.Struct, frozen=True):
@@ -51,8 +48,6 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The last that annealing came to."""
     moved: int = 0
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
-    least: Bound = Bound(0, Scope.ORDER)
-    """No order of its routes has a shorter period (`planner.model.layout_bound`)."""
     gained: float = 0.0
     """Seconds, by annealing in its last turn."""
 
@@ -62,20 +57,14 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.period * self.problem.tick_seconds
 
     @property
-    def least_seconds(self) -> float:
-        """What no order of its routes is shorter than."""
-        return self.least.ticks * self.problem.tick_seconds
-
-    @property
     def rank(self) -> tuple[float, int, int]:
         """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
         return self.seconds, self.moved, self.problem.operations
 
     def expected(self, again: float) -> tuple[float, int, int]:
         """As `rank`, of the period that is expected of more annealing, which gains again what it gained in its last
-        turn so often: no less than its own bound."""
-        least = min(self.seconds, self.least_seconds)
-        return max(least, self.seconds - again * self.gained), *self.rank[1:]
+        turn so often."""
+        return max(0.0, self.seconds - again * self.gained), *self.rank[1:]
 
     @property
     def operations(self) -> int:

@@ -5,10 +5,11 @@ A step changes the dispatch rule, or who of its peers runs which micro-batches o
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import msgspec
 import numpy as np
 
 from slipstream.planner.budget import (
@@ -18,16 +19,135 @@ from slipstream.planner.budget import (
     Budget,
 )
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.solution import Solution
+from slipstream.planner.model.bounds import whole_fill
+from slipstream.planner.model.problem import Problem, Solution
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
-from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.composition import Composition
-from slipstream.planner.search.dispatch_rules import changed, grid, shortlist
-from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, StuckError
+from slipstream.planner.search.list_scheduler import (
+    ASSIGNMENT_RULES,
+    BASELINES,
+    DispatchRule,
+    ForwardOrder,
+    ListScheduler,
+    Places,
+    Rerouted,
+    StuckError,
+    assign,
+    in_flight,
+    shares_of_forward,
+)
 
-RULES, STEPS, ASSIGNMENTS = (
+# --- Dispatch rules that are worth a try: a shortlist, a grid, and random neighbours of a rule ------------------------
+
+
+def shortlist(problem: Problem, params: ListParams) -> Iterator[tuple[int, DispatchRule]]:
+    """(assignment rule, dispatch rule): what the fill bound says, then what comes close to the grid's best."""
+    if fill := whole_fill(problem):
+        wait = tuple(ticks + 1 for ticks in fill.idle)
+        for lookahead in (0.0, 1.0, 0.5):
+            yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
+    if problem.assigned:
+        for order, before, first, after, advance, gradient_advance in params.shortlist_of_layouts:
+            yield 0, DispatchRule(forward_order=order, lookahead=before, fill_wait=shares_of_forward(problem, first),
+                                  forward_lookahead=after, advance=advance, gradient_advance=gradient_advance)
+    for assignment, limits, lookahead, make_room in params.shortlist:
+        rule = DispatchRule(ignore_transfers=True)
+        if limits is not None:
+            slope, extra = limits
+            rule = DispatchRule(
+                lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
+                make_room=make_room and problem.memory is not None and problem.backward == "split",
+                in_flight=in_flight(problem, slope, extra))
+        if problem.unequal_time:
+            yield ASSIGNMENT_RULES.index("by-speed"), rule
+        yield 0 if problem.assigned else assignment, rule
+
+
+def grid(problem: Problem) -> Iterator[DispatchRule]:
+    """Dispatch rules that are the best somewhere; those that most often are come first."""
+    rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
+    orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
+    turns: tuple[Rerouted, ...] = ("in turn", "first") if problem.failed else ("in turn",)
+    for ignore, order, room, rerouted in itertools.product((True, False), orders, rooms, turns):
+        yield DispatchRule(forward_order=order, ignore_transfers=ignore, make_room=room, rerouted=rerouted)
+    modes = ((False, 0.0), (False, 1.0), (True, 0.0))
+    for slope, extra, lookahead, (ignore, forward_lookahead), room in itertools.product(
+            (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
+        yield DispatchRule(lookahead=lookahead, forward_lookahead=forward_lookahead, ignore_transfers=ignore,
+                           make_room=room, in_flight=in_flight(problem, slope, extra))
+
+
+def changed(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+    """A neighbour of a rule: one thing is changed, or two."""
+    rule = _changed_once(problem, rule, random, params)
+    return _changed_once(problem, rule, random, params) if random.random() < params.changes_twice else rule
+
+
+def _changed_once(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> DispatchRule:
+    which = params.changes_of_layouts if problem.assigned else params.changes
+    if not (problem.failed or problem.assigned):
+        which = tuple(one for one in which if one[0] not in ("load_share", "rerouted")) or which
+    names, weights = zip(*which, strict=True)
+    name = random.choices(names, weights)[0]
+    return msgspec.structs.replace(rule, **{name: _drawn(problem, rule, name, random, params)})
+
+
+def _drawn(problem: Problem, rule: DispatchRule, name: str, random: random.Random, params: ListParams) -> object:
+    """Another value of this field of a rule."""
+    if name in ("places", "gradient_places"):
+        return _with_other_place(problem, getattr(rule, name), random, params)
+    if name in ("advance", "gradient_advance"):
+        return random.randint(params.least_advance, params.most_advance) / params.fractions
+    if name in ("lookahead", "forward_lookahead"):
+        return random.randint(0, params.fractions) / params.fractions
+    if name == "fill_wait":
+        return _other_waits(problem, rule, random, params)
+    if name == "in_flight":
+        return _other_limits(problem, rule, random)
+    if name == "load_share":
+        return random.choice(params.load_shares)
+    if name == "rerouted":
+        return random.choice(get_args(Rerouted))
+    return not getattr(rule, name)
+
+
+def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -> tuple[int, ...]:
+    """More or fewer micro-batches in flight on some consecutive stages."""
+    stages = len(problem.grid.stages)
+    limits = list(rule.in_flight or in_flight(problem, 2.0, 0))
+    first = random.randrange(stages)
+    step = random.choice((-2, -1, 1, 2))
+    for stage in range(first, random.randrange(first, stages) + 1):
+        limits[stage] = max(1, limits[stage] + step)
+    return tuple(limits)
+
+
+def _with_other_place(problem: Problem, places: Sequence[Places], random: random.Random,
+                      params: ListParams) -> tuple[Places, ...]:
+    """Another place for one micro-batch."""
+    counts = problem.grid.microbatches
+    pipeline = random.choices(range(len(counts)), counts)[0]
+    microbatch = random.randrange(counts[pipeline])
+    known = {(one.pipeline, one.microbatch): one.places for one in places}
+    known[pipeline, microbatch] = known.get((pipeline, microbatch), 0.0) + random.choice(params.places)
+    return tuple(Places(*who, more) for who, more in sorted(known.items()) if more)
+
+
+def _other_waits(problem: Problem, rule: DispatchRule, random: random.Random, params: ListParams) -> tuple[int, ...]:
+    """Another wait for the first gradient, of all slices or of some consecutive ones."""
+    waits = list(rule.fill_wait or shares_of_forward(problem, rule.forward_lookahead))
+    first, end = 0, len(waits)
+    if random.random() < 0.5:
+        first = random.randrange(end)
+        end = random.randrange(first, end) + 1
+    waits[first:end] = shares_of_forward(problem, random.randint(0, params.fractions) / params.fractions)[first:end]
+    return tuple(waits)
+
+
+# --- The search -------------------------------------------------------------------------------------------------------
+
+
+TRIED_RULES, TRIED_STEPS, TRIED_ASSIGNMENTS = (
     f"list schedules: {what}" for what in ("dispatch rules", "random steps", "random assignments"))
 """What is tried, for the tally."""
 Tell = Callable[[int], None]
@@ -53,7 +173,6 @@ class _Best:
         self._bound = bound
         self._tell = tell
         self._slowest = 0.0
-        self._composition: Composition | None = None
         self.at: _Tried | None = None
         """Where the random steps are."""
         self.period: int | None = None
@@ -68,7 +187,6 @@ class _Best:
         except StuckError:
             self._budget.tally.add(why)
             return None
-        self._compose(scheduler)
         self._slowest = max(self._slowest, self._clock.now() - began)
         self._take(period, scheduler.solution)
         self._budget.tally.add(why, helped=int(self.period != before))
@@ -82,16 +200,6 @@ class _Best:
         if self.period is None or period < self.period:
             self.found, self.period = solution(), period
             self._tell(period)
-
-    def _compose(self, scheduler: ListScheduler) -> None:
-        """Where sets of pipelines are independent, each may have its own best rule."""
-        if not self.problem.assigned or self.problem.optimizer == "synchronous":
-            return
-        if self._composition is None:
-            self._composition = Composition(scheduler.arrays)
-        if self._composition.worthwhile and self._composition.offer(scheduler.made[0]):
-            period, order, start = self._composition.best()
-            self._take(period, lambda: scheduler.arrays.solution(order, start))
 
     def offer_solution(self, solution: Solution) -> None:
         """Take a plan made elsewhere if it is better."""
@@ -150,8 +258,8 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     if problem.assigned:
         others = itertools.takewhile(lambda _: best.found is None, others)
     tried: list[_Tried] = []
-    for index, rule in itertools.chain(shortlist(problem), others):
-        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule, RULES)):
+    for index, rule in itertools.chain(shortlist(problem, params), others):
+        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule, TRIED_RULES)):
             tried.append(one)
         if over := best.over or (exchanging and best.spent > params.grid_share):
             break
@@ -203,9 +311,9 @@ def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, 
             return
         at = best.at
         if exchanging and random.random() < params.assignment_steps:
-            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, ASSIGNMENTS)
+            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule, TRIED_ASSIGNMENTS)
         else:
-            best.offer(at.scheduler, changed(best.problem, at.rule, random, params), STEPS)
+            best.offer(at.scheduler, changed(best.problem, at.rule, random, params), TRIED_STEPS)
         stale = 0 if best.at.period != at.period else stale + 1
         if stale == params.stale_steps:
             stale_starts = 0 if best.period != before else stale_starts + 1

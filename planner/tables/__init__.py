@@ -2,7 +2,5 @@
 
     build           plans every entry, in parallel processes
     folder          the folder of a table that is being built: finished entries, one file each
-    monotone        fewer failures are never slower than more
     process_pool    processes for long tasks, which end when one dies or the caller stops
-    index_text      the index as text for people
 """

@@ -25,20 +25,23 @@ class PoolError(Exception):
 
 
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
-            refusals: tuple[type[Exception], ...] = ()) -> Generator[tuple[Task, Result], None, None]:
+            refusals: tuple[type[Exception], ...] = (), fork: bool = False) -> \
+        Generator[tuple[Task, Result], None, None]:
     """Pairs (task, result) as they finish, from up to `jobs` processes. Tasks are started in order.
 
-    `function` is copied to each process once, and may keep state there. All processes end when the iteration ends, and
+    `function` is copied to each process once, and may keep state there; with `fork` it need not be picklable, as the
+    processes begin with all that the caller has. All processes end when the iteration ends, and
     with a killed caller. They ignore Ctrl-C, which is for the caller. Raises the exceptions in `refusals` as the
     function raised them, and PoolError for all others.
     """
     pending = list(tasks)
     if not pending:
         return
-    context = get_context("spawn")
+    context = get_context("fork" if fork else "spawn")
     theirs, ours = context.Pipe(duplex=False)
     with _safe_path():  # of the process that looks after the pool's semaphores, too
-        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin, (theirs, function))
+        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _begin,
+                                   (theirs, ours if fork else None, function))
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
             running = {pool.submit(_run, task, refusals): task for task in pending}
@@ -91,8 +94,10 @@ _OF_PROCESS: list[Callable[[Any], Any]] = []
 """What a process of a pool runs, which may keep state: set once, before its first task."""
 
 
-def _begin(pipe: Connection, function: Callable[[Any], Any]) -> None:
+def _begin(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if callers is not None:
+        callers.close()  # a forked process has that end too, and would keep it open
     _OF_PROCESS.append(function)
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
 

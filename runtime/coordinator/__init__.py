@@ -27,6 +27,7 @@
 
     questions            which schedules are asked for; their answers
     planning             finds them beside the event loop
+    ahead                finds those for the failures that may come next before these come
     background           does that in processes that are forked, or in threads
     join_planning        which workers fetch which layers while training goes on
     settling             whether layers move to a better schedule, and when that has paid
@@ -47,4 +48,5 @@
     iteration_lines      a file with a line for each committed iteration
     event_log            events.jsonl
     appended_file        a file that never ends a run
+    writer               the thread that touches files
 """

@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 Complain = Callable[[str], None]
@@ -21,7 +21,7 @@ class AppendedFile:
     """Unbuffered: each line is written by one call, and is there for other processes when that returns.
 
     What a crash has left of a last line is removed. Raises OSError where the file cannot be opened, and never later:
-    where a disk is full, `complain` is told once, and the lines are written when there is room again.
+    where a disk is full, `complain` is told once, and once more when there is room again and the lines are written.
     """
 
     def __init__(self, path: Path, complain: Complain = silently) -> None:
@@ -42,6 +42,9 @@ class AppendedFile:
                     raise OSError("no space left")
                 self._size += written
                 self._unwritten.popleft()
+            if self._told:
+                self._told = False
+                self._complain(f"{self._path} is written again")
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)  # half a line would make one of it and the next
@@ -49,6 +52,18 @@ class AppendedFile:
                 self._told = True
                 self._complain(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and "
                                "writes what waits when it can")
+
+    def cut(self, keeps: Callable[[bytes], bool]) -> None:
+        """Drop the lines from the first one on that is not to be kept. That needs no room. Raises OSError."""
+        self._unwritten = deque((line for line in self._unwritten if keeps(line)), MOST_UNWRITTEN)
+        self._file.seek(0)
+        size = 0
+        with BufferedReader(FileIO(os.dup(self._file.fileno()))) as lines:
+            for line in lines:
+                if not keeps(line):
+                    break
+                size += len(line)
+        self._size = self._file.truncate(size)
 
     def close(self) -> None:
         """Close the file."""

@@ -101,7 +101,9 @@ def _answer_of(process: int, pipe: int, work: Callable[[], T], seconds: float) -
     So what has not come in time is worked out here.
     """
     with open(pipe, "rb") as file:
-        if not select.select([file], [], [], seconds)[0]:
+        readable = select.poll()  # unlike select.select, also of descriptors above 1023
+        readable.register(file, select.POLLIN)
+        if not readable.poll(1000 * seconds):
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
             return work()

@@ -14,8 +14,7 @@ from slipstream.runtime.coordinator.run_state import Step, Training
 from slipstream.runtime.coordinator.schedule_choice import degraded, settled, with_joining
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol.to_worker import MeasureSpeed, NewCosts
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import Schedule
+from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
 def look(step: Step, phase: Training) -> None:
@@ -46,7 +45,7 @@ def _look_for_slow(step: Step) -> None:
 def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:
     """Start a fetch for a schedule, while training goes on; whether there is one now."""
     state = step.state
-    join = Join(schedule=schedule, order=state.number, began=state.log.next_iteration, settles=settles,
+    join = Join(schedule=schedule, order=state.order, began=state.log.next_iteration, settles=settles,
                 moves=step.fetched_for(schedule), speeds=state.slow.speeds)
     step.change(joins=state.joins.begin(join, state.addresses, state.live, step))
     return step.state.joins.join is not None
@@ -89,7 +88,7 @@ def _plan_settling(step: Step) -> None:
     if join is not None and state.joins.gives_way and join.speeds != speeds:
         step.change(joins=state.joins.cancel("the speeds of the workers have changed", state.live, step))
         state = step.state
-    settler, present = state.settler, (state.number, speeds)
+    settler, present = state.settler, (state.order, speeds)
     if settler is None or settler.closed == present or state.slow.deciding or not state.joins.open(step.at):
         return
     try:

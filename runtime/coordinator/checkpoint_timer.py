@@ -18,8 +18,8 @@ class CheckpointCost(NamedTuple):
 
     iteration: int
     seconds: float
-    """The longest, over workers, from when it began to copy layers until they were on the disk: training lost no more
-    than if it had stood still meanwhile."""
+    """The longest, over workers, that training was held up to copy layers, and what then was computed to write them:
+    what waits for a disk holds nobody up."""
 
 
 class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,10 @@ class CheckpointTimer(msgspec.Struct, frozen=True, kw_only=True):
     """What each checkpoint cost, by its iteration."""
     newest: int | None = None
     """The last one of which that became known."""
+
+    def after(self, iteration: int, seconds: float, at: float) -> "CheckpointTimer":
+        """Go on after a checkpoint that another coordinator has had written."""
+        return replace(self, began=at, seconds=PersistentMap([(iteration, seconds)]), newest=iteration)
 
     @property
     def costs(self) -> tuple[CheckpointCost, ...]:

@@ -79,6 +79,12 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return self.first_iteration + len(self.losses_of)
 
     @property
+    def last(self) -> tuple[int, float | None] | None:
+        """The last committed iteration of this run, and its loss, where that is finite."""
+        loss = self.losses_of.get(self.next_iteration - 1)
+        return None if loss is None else (self.next_iteration - 1, loss if math.isfinite(loss) else None)
+
+    @property
     def furthest(self) -> int:
         """The last iteration that any member has reported."""
         return max(self.reports, default=self.next_iteration - 1)
@@ -111,18 +117,21 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(),
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
-    def ran(self, report: Ran) -> tuple["CommitLog", list[Committed]]:
-        """With a worker's report of an iteration; the iterations that are now committed.
+    def ran(self, *reports: Ran) -> tuple["CommitLog", list[Committed]]:
+        """With reports of workers; the iterations that are now committed.
 
-        Raises CommitLogError when the loss is not finite.
+        Raises CommitLogError when a loss is not finite.
         """
-        if report.order != self.order or report.iteration < self.next_iteration:
-            return self, []
-        if report.loss is None and not self.skips:
-            raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
-                                 "training.learning_rate")
-        mine = self.reports.get(report.iteration, PersistentMap[Worker, Ran]()).adding(report.worker, report)
-        return replace(self, reports={**self.reports, report.iteration: mine})._with_committed()
+        known, following = dict(self.reports), self.next_iteration
+        for report in reports:
+            if report.order != self.order or report.iteration < following:
+                continue
+            if report.loss is None and not self.skips:
+                raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
+                                     "training.learning_rate")
+            mine = known[report.iteration] if report.iteration in known else PersistentMap[Worker, Ran]()
+            known[report.iteration] = mine.adding(report.worker, report)
+        return replace(self, reports=known)._with_committed()
 
     def validated(self, order: int, factor: Factor) -> tuple["CommitLog", list[Committed]]:
         """With the factor of an iteration; the iterations that are now committed."""

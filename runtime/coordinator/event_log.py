@@ -8,13 +8,17 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.appended_file import AppendedFile, Complain, silently
-from slipstream.runtime.events import EVENTS, SCHEDULES, Event, encode
+from slipstream.runtime.coordinator.writer import Write, at_once
+from slipstream.runtime.events import EVENTS, SCHEDULES, CheckpointWritten, Event, decode, encode
 
 DIGEST_LENGTH = 16
 Observer = Callable[[Event], None]
@@ -29,11 +33,15 @@ class EventLog:
     folder
         The run's; None: only the observer is told.
     complain
-        Told once where something cannot be written.
+        Told once where something cannot be written; in the thread that writes.
+    write
+        Has files written; else they are at once.
     """
 
-    def __init__(self, folder: Path | None, observer: Observer = lambda _: None, complain: Complain = silently) -> None:
+    def __init__(self, folder: Path | None, observer: Observer = lambda _: None, complain: Complain = silently,
+                 write: Write = at_once) -> None:
         self._folder = folder
+        self._write = write
         self.iteration = 0
         """The first iteration that is not committed."""
         self._observer = observer
@@ -47,8 +55,11 @@ class EventLog:
         now = self.now()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         if self._file is not None:
-            self._file.append(encode(stamped))
+            self._write(partial(self._append, self._file, stamped))
         self._observer(stamped)
+
+    def _append(self, file: AppendedFile, event: Event) -> None:
+        file.append(encode(event))
 
     def now(self) -> float:
         """Seconds since 1970, in milliseconds. It never goes back, whoever sets the clock."""
@@ -56,10 +67,14 @@ class EventLog:
 
     def keep(self, schedule: bytes) -> None:
         """Keep a schedule in the folder; events name it by its digest."""
+        if self._folder is not None:
+            self._write(partial(self._keep, self._folder, schedule))
+
+    def _keep(self, folder: Path, schedule: bytes) -> None:
         digest = digest_of(schedule)
-        if self._folder is not None and digest not in self._kept:
+        if digest not in self._kept:
             self._kept.add(digest)
-            path = self._folder / SCHEDULES / f"{digest}.json"
+            path = folder / SCHEDULES / f"{digest}.json"
             temporary = path.with_name(f".{path.name}.{os.getpid():08}")
             try:
                 path.parent.mkdir(exist_ok=True)
@@ -72,13 +87,23 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            self._write(self._file.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def last_checkpoint(folder: Path) -> CheckpointWritten | None:
+    """That of which a run's events tell; None: of none."""
+    with suppress(OSError):
+        for line in reversed((folder / EVENTS).read_bytes().splitlines()):
+            with suppress(msgspec.MsgspecError):
+                if isinstance(event := decode(line), CheckpointWritten):
+                    return event
+    return None
 
 
 def digest_of(schedule: bytes) -> str:

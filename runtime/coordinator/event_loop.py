@@ -9,12 +9,13 @@ import gc
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.background import background_for
+from slipstream.runtime.coordinator.ahead import AheadOfFailures
+from slipstream.runtime.coordinator.background import FEW, background_for
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
@@ -31,7 +32,7 @@ from slipstream.runtime.coordinator.questions import Question
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_state import Gathering, Left, Rules, begun
+from slipstream.runtime.coordinator.run_state import Gathering, Left, Rules, Training, begun
 from slipstream.runtime.coordinator.server import Connection, Server, serve
 from slipstream.runtime.coordinator.settling import Cost
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
@@ -44,12 +45,14 @@ from slipstream.runtime.coordinator.transition import (
     Hurry,
     Look,
     Lost,
+    Reports,
     Stop,
     awaited,
     held,
     transition,
 )
 from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
@@ -61,20 +64,22 @@ from slipstream.runtime.protocol.channel import frame
 from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Failed,
+    Gathered,
     Heartbeat,
     Injected,
     JoinNode,
     JoinWorker,
     Leaving,
     Note,
+    Ran,
     Ready,
     Saved,
     Started,
     Status,
     ToCoordinator,
 )
-from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from slipstream.runtime.protocol.to_worker import EndOrder, ReportStatus
+from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS, GoOn
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, ReportStatus
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.parts import Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
@@ -90,8 +95,9 @@ class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
     def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager,
-                 event_log: EventLog) -> None:
+                 event_log: EventLog, writer: Writer | None = None) -> None:
         self._run = run
+        self._writer = writer
         self._event_log = event_log
         event_log.iteration = log.next_iteration
         self.processes = processes
@@ -101,10 +107,15 @@ class EventLoop:
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
+        workers = run.schedule.grid.pipelines * run.schedule.grid.columns
+        background, domains = background_for(workers), FailureDomains(run.setup.failure_domains)
+        self._ahead = AheadOfFailures(run.schedule, run.scheduler, background, domains) \
+            if run.scheduler is not None and workers > FEW else None
         self._schedules = ScheduleService(
-            run.schedule.grid, Finders(run.scheduler, run.at_speeds, run.rebalancer),
+            run.schedule.grid, Finders(run.scheduler if self._ahead is None else self._ahead.after, run.at_speeds,
+                                       run.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
-            partial(_divided, run), background_for(run.schedule.grid.pipelines * run.schedule.grid.columns))
+            partial(_divided, run), background)
         setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
@@ -116,7 +127,7 @@ class EventLoop:
             settles=None if run.settling is None else Cost(run.layer_bytes, setup.fetch_bytes_per_second),
             mtbf_seconds=None if run.settling is None else run.settling.mtbf_seconds,
             automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=run.at_speeds is not None,
-            plans_for_degraded=run.with_degraded is not None, domains=FailureDomains(setup.failure_domains),
+            plans_for_degraded=run.with_degraded is not None, domains=domains,
             partition=Partition(run.elements, cuts, setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
             length_costs=run.length_costs, whole_schedules=run.whole_schedules)
@@ -124,7 +135,14 @@ class EventLoop:
         self.state = begun(self._rules, log, at, None if run.behind is None else Rejoining(
             losses=run.losses, first=setup.first_iteration, gone=frozenset(run.gone), grid=grid, began=at,
             expected=frozenset(run.schedule.members)))
+        if (last := run.checkpointed) is not None:  # else node 0s that die often would never have one written
+            self.state = replace(self.state, checkpoints=self.state.checkpoints.after(
+                last.checkpoint, last.took, at - max(0.0, time.time() - last.time)))
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
+        self._gathered_by: dict[Worker, int] = {}
+        """The node whose agent brought the last report of a worker."""
+        self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
+        """What agents are to be told because of the present event."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._bounds = Bounds(setup, len(run.injections), grid)
@@ -206,13 +224,18 @@ class EventLoop:
         self.state, effects = transition(self._rules, before, event, time.monotonic())
         for effect in effects:
             self._carry_out(effect)
-        if (self.state.number, self.state.log.next_iteration) != (before.number, before.log.next_iteration):
+        self._answer_agents()
+        if (self.state.order, self.state.log.next_iteration) != (before.order, before.log.next_iteration):
             self._stall.progressed()
-        if self.state.number == 1 > before.number:
+        if self.state.order == 1 > before.order:
             gc.freeze()  # connections and modules stay: the collector need not look at them again and again
+        if self._ahead is not None and self.state.order > before.order and isinstance(self.state.phase, Training):
+            self._ahead.look(self.state.current)
 
     def _carry_out(self, effect: object) -> None:
         match effect:
+            case Send(message=Acknowledged() as message):
+                self._acknowledge(effect.workers, message)
             case Send():
                 for worker in effect.workers:
                     self._workers.send(worker, effect.message)
@@ -267,6 +290,8 @@ class EventLoop:
     def _look(self) -> None:
         """Give up who is silent. Where nothing is committed for long, say so, and give up who keeps the others waiting
         by itself."""
+        for text in self._writer.news() if self._writer is not None else ():
+            self.news.note(text)
         self._workers.give_up_silent()
         self.processes.look()
         needed = held(self._rules, self.state)
@@ -318,6 +343,8 @@ class EventLoop:
                     self._workers.ready(worker)
                 elif isinstance(message, Saved):
                     self.news.saved(message)
+                elif isinstance(message, Ran):
+                    self._gathered_by.pop(worker, None)
                 self._happens(message)
                 if isinstance(message, Started):
                     self.processes.begins(self.state.log.next_iteration)
@@ -338,12 +365,52 @@ class EventLoop:
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
             case JoinNode():
-                self._agents.admit(connection, message, restarted=self.state.number > 0
+                self._agents.admit(connection, message, restarted=self.state.order > 0
                                    or isinstance(self.state.phase, Rejoining))
-            case Leaving() if self._agents.speaks_for(connection, message.worker):
+            case Leaving() if message.worker in self._agents.speaks_for(connection):
                 self._happens(message)
-            case Ended() if self._agents.speaks_for(connection, message.worker):
+            case Ended() if message.worker in self._agents.speaks_for(connection):
                 self._workers.process_ended(message)
+            case Gathered() if isinstance(connection.peer, int):
+                self._answers[connection.peer] = []
+                reports = self._reported(self._agents.speaks_for(connection), message)
+                self._gathered_by.update(dict.fromkeys((one.worker for one in reports), connection.peer))
+                if reports:
+                    self._happens(Reports(tuple(reports)))
+                self._answer_agents()
+
+    def _reported(self, here: Collection[Worker], gathered: Gathered) -> list[Ran]:
+        """What workers of a node have reported, of those that are there."""
+        found, following = [], self.state.log.next_iteration
+        for one in gathered.reports:
+            report = one.report
+            connection = self._workers.of(report.worker, one.rank) if report.worker in here else None
+            if connection is None:
+                continue
+            wrong = self._bounds.wrong(report, following)
+            if wrong is not None:
+                connection.cut_off(wrong)
+            elif self._workers.hears(connection):
+                whole = self._reports.take(report.worker, one.rank, report)
+                found += [whole] if isinstance(whole, Ran) else []
+        return found
+
+    def _acknowledge(self, workers: Sequence[Worker], message: Acknowledged) -> None:
+        """Answer reports the way they came."""
+        by_node: dict[int, list[Worker]] = {}
+        for worker in workers:
+            node = self._gathered_by.get(worker)
+            if node is None:
+                self._workers.send(worker, message)
+            else:
+                by_node.setdefault(node, []).append(worker)
+        for node, there in by_node.items():
+            self._answers.setdefault(node, []).append((tuple(there), message))
+
+    def _answer_agents(self) -> None:
+        answers, self._answers = self._answers, {}
+        for node, acknowledged in answers.items():
+            self._agents.send(node, GoOn(tuple(acknowledged)))
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""

@@ -16,8 +16,7 @@ from slipstream.runtime.coordinator.schedule_choice import from_checkpoint
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import WentBack
 from slipstream.runtime.protocol.to_worker import ReportCheckpoints
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import NoScheduleError, Worker
 
 ANSWER_SECONDS = 30.0
 """To look which checkpoints there are. Whoever takes longer has a file system that hangs, and reads none."""

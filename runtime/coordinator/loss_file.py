@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +12,7 @@ import msgspec
 from slipstream.runtime.coordinator.appended_file import Complain, silently
 from slipstream.runtime.coordinator.iteration_lines import IterationLines
 from slipstream.runtime.coordinator.metrics import MetricsRecorder
+from slipstream.runtime.coordinator.writer import Write, at_once
 from slipstream.runtime.events import Iteration
 
 Progress = Callable[[int, float], None]
@@ -46,16 +48,18 @@ class LossFile:
     """
 
     def __init__(self, path: Path, first: int, progress: Progress | None,
-                 metrics: MetricsRecorder | None = None, complain: Complain = silently) -> None:
+                 metrics: MetricsRecorder | None = None, complain: Complain = silently,
+                 write: Write = at_once) -> None:
         self._progress = progress
         self._metrics = metrics
+        self._write = write
         self._lines = IterationLines(path, first, complain)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines from an iteration on, which are to be repeated."""
         if self._metrics is not None:
             self._metrics.go_back(iteration)
-        self._lines.go_back(iteration)
+        self._write(partial(self._lines.go_back, iteration))
 
     def write(self, iteration: int, loss: float, period_seconds: float | None, at: float,
               gradient_norm: float | None = None, evaluation: float | None = None,
@@ -66,7 +70,7 @@ class LossFile:
                          cost_error=None if cost_error is None else round(cost_error, 4))
         if self._metrics is not None:
             self._metrics.committed(line, gradient_norm, evaluation)
-        self._lines.append(line)
+        self._write(partial(self._lines.append, line))
         if self._progress is not None:
             self._progress(iteration, loss)
 
@@ -74,4 +78,4 @@ class LossFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lines.close()
+        self._write(self._lines.close)

@@ -7,6 +7,7 @@ coordinator goes on, the lines of iterations that are run again are dropped, so 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -16,6 +17,7 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.coordinator.appended_file import Complain, silently
 from slipstream.runtime.coordinator.iteration_lines import IterationLines, lines_before
 from slipstream.runtime.coordinator.tensorboard import TensorBoard
+from slipstream.runtime.coordinator.writer import Write, at_once
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
 from slipstream.runtime.model.state.learning_rate import learning_rate
 
@@ -47,28 +49,18 @@ class Work:
 IterationObserver = Callable[[Metrics], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A sink that is a function."""
-
-    append: IterationObserver
-
-    def go_back(self, iteration: int) -> None:
-        """It is told of them again."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 class MetricsRecorder:
     """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
 
     def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0,
-                 complain: Complain = silently) -> None:
+                 complain: Complain = silently, write: Write = at_once,
+                 observer: IterationObserver = lambda _: None) -> None:
         self._config = config
         self._work = work
         self._sinks = sinks
         self._complain = complain
+        self._write = write
+        self._observer = observer
         self._live: int | None = None
         self._phase: Phase | None = None
         self._recoveries = recoveries
@@ -102,25 +94,30 @@ class MetricsRecorder:
     def go_back(self, iteration: int) -> None:
         """The iterations from this one on are run again."""
         for sink in self._sinks:
-            sink.go_back(iteration)
+            self._write(partial(sink.go_back, iteration))
 
     def _tell(self, line: Metrics) -> None:
         for sink in self._sinks:
-            try:
-                sink.append(line)
-            except OSError as error:
-                self._complain(f"metrics of iteration {line.iteration} cannot be written: {error.strerror or error}")
+            self._write(partial(self._append, sink, line))
+        self._observer(line)
+
+    def _append(self, sink: Sink, line: Metrics) -> None:
+        try:
+            sink.append(line)
+        except OSError as error:
+            self._complain(f"metrics of iteration {line.iteration} cannot be written: {error.strerror or error}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for sink in self._sinks:
-            sink.close()
+            self._write(sink.close)
 
 
 def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
-                   complain: Complain = silently, observer: IterationObserver | None = None) -> MetricsRecorder:
+                   complain: Complain = silently, write: Write = at_once,
+                   observer: IterationObserver | None = None) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
 
     An observer is called with each.
@@ -129,9 +126,8 @@ def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, te
     """
     recoveries = recoveries_in(out / METRICS)
     shown = [] if tensorboard is None else [TensorBoard(tensorboard, first)]
-    told = [] if observer is None else [_Told(observer)]
-    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown, *told], recoveries,
-                           complain)
+    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown], recoveries,
+                           complain, write, observer or (lambda _: None))
 
 
 def recoveries_in(path: Path) -> int:
@@ -139,5 +135,5 @@ def recoveries_in(path: Path) -> int:
     found = 0
     for line in lines_before(path, 2**62):
         with suppress(msgspec.DecodeError):
-            found = max(found, decode_metrics(line.encode()).recoveries)
+            found = max(found, decode_metrics(line).recoveries)
     return found

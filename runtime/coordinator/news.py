@@ -9,7 +9,7 @@ from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from slipstream.runtime.protocol.to_coordinator import Ready, Saved
-from slipstream.runtime.run_folder import CHECKPOINTS, holder
+from slipstream.runtime.run_folder import holder
 from slipstream.schedules.schedule import Worker
 
 
@@ -49,9 +49,8 @@ class News:
             self._run.notify(f"node 0, at {address}, waits for " + who_is_awaited(workers, self._run.shares, agents))
 
     def saved(self, report: Saved) -> None:
-        """A worker has written its layers; the checkpoint is complete once its folder has its name."""
-        if report.iteration > self._checkpointed and (self._run.out / CHECKPOINTS
-                                                      / f"iteration-{report.iteration}").is_dir():
+        """A worker has written its layers, perhaps the last ones that a checkpoint lacked."""
+        if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
             self._events.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 

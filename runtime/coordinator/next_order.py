@@ -11,8 +11,7 @@ from slipstream.runtime.coordinator.schedule_choice import at_first, at_once
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Failed, NodeLost
 from slipstream.runtime.protocol.to_worker import Leave, PartMove
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 
 def give(step: Step) -> None:

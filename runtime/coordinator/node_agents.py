@@ -37,11 +37,12 @@ class NodeAgents:
         """The nodes that are there."""
         return self._connections.keys()
 
-    def speaks_for(self, connection: Connection, worker: Worker) -> bool:
-        """Whether the agent of a worker's node is at the other end."""
+    def speaks_for(self, connection: Connection) -> Collection[Worker]:
+        """The workers of the node whose agent is at the other end."""
         node = connection.peer
-        return isinstance(node, int) and self._connections.get(node) is connection \
-            and worker in self._processes.workers_of(node)
+        if not isinstance(node, int) or self._connections.get(node) is not connection:
+            return ()
+        return self._processes.workers_of(node)
 
     def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> None:
         """Have a node start its workers: those of one that is started again come in as any that return.

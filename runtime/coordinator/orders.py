@@ -41,27 +41,27 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
     that workers read from the checkpoint of that iteration; `cut_for` says which parts of states stay.
     """
     before, rules = step.state, step.rules
-    live, first, number = frozenset(schedule.seat_of), before.log.next_iteration, before.number + 1
+    live, first, order = frozenset(schedule.seat_of), before.log.next_iteration, before.order + 1
     vain = isinstance(before.phase, Training) and before.phase.ended and not before.phase.started
-    told, slow = before.everyone, before.slow.order_begins(number, schedule, first, step)
+    told, slow = before.everyone, before.slow.order_begins(order, schedule, first, step)
     settler = step.state.settler
     settles = join is not None and schedule is not before.current  # else parts of optimizer states alone are cut anew
     if settler is not None and join is not None and settles:
-        settler = replace(settler, closed=(number, join.speeds))
+        settler = replace(settler, closed=(order, join.speeds))
     step.change(
-        current=schedule, members=live, number=number, paused=PersistentMap(), cut_for=cut_for, answers={},
+        current=schedule, members=live, order=order, paused=PersistentMap(), cut_for=cut_for, answers={},
         vain=before.vain + 1 if vain else 0,
         phase=Training(began=first, without_microbatches=_without_microbatches(schedule)),
         recovery=before.recovery.ordered(
             live - before.members, at=step.at, settled=join is not None and join.settles,
             meanwhile=first - join.began if join is not None and join.fetch else 0),
-        joins=before.joins.close(step), settler=settler, log=before.log.begin(number, live),
+        joins=before.joins.close(step), settler=settler, log=before.log.begin(order, live),
         checkpoints=before.checkpoints.order_begins(step.at), slow=slow)
     text, parts = rules.prepared(schedule)
     _assign(step, parts)
     stand_for = ((worker, step.state.live[worker].stands_for) for worker in sorted(live) if worker in step.state.live)
     step.send(sorted(told), Train(
-        number=number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
+        order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
         part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=_addresses(step, (*moves, *part_moves)), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
@@ -69,14 +69,14 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
         factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
-        step.do(HandedOver(fetch=join.fetch, order=number))
-    for worker in sorted(live - before.members) if before.number else ():
+        step.do(HandedOver(fetch=join.fetch, order=order))
+    for worker in sorted(live - before.members) if before.order else ():
         step.do(Joined(worker=worker, stands_for=step.state.live[worker].stands_for))
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     moved = any(map(schedule.holds_others, schedule.seats))
     step.do(Keep(text))
     step.do(OrderGiven(
-        order=number, schedule=digest_of(text), live=len(live),
+        order=order, schedule=digest_of(text), live=len(live),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
         phase="settled" if moved else "whole" if whole else "at once"))
 
@@ -95,7 +95,7 @@ def _assign(step: Step, parts: Parts) -> None:
     for digest, workers in lacking.items():
         step.send(sorted(workers), Content(digest, msgspec.Raw(parts.contents[digest])))
     for worker, share in parts.shares.items():
-        step.send((worker,), Assigned(step.state.number, share))
+        step.send((worker,), Assigned(step.state.order, share))
 
 
 def end(step: Step) -> None:
@@ -103,20 +103,22 @@ def end(step: Step) -> None:
     state = step.state
     if isinstance(state.phase, Training) and not state.phase.ended:
         step.change(phase=replace(state.phase, ended=True))
-        step.send(sorted(state.members), EndOrder(state.number))
+        step.send(sorted(state.members), EndOrder(state.order))
 
 
 def finish(step: Step) -> None:
-    """All iterations are committed, or all or some are to end here; the first holder of each layer writes it."""
-    state, rules = step.state, step.rules
-    writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
-               for layer in sorted(layers)}
+    """All iterations are committed, or all or some are to end here; the holders of layers take turns to write them."""
+    state, rules, holders = step.state, step.rules, defaultdict[int, list[Worker]](list)
+    for worker, layers in sorted(state.holds.items()):
+        for layer in layers:
+            holders[layer].append(worker)
+    writers = {layer: workers[layer % len(workers)] for layer, workers in sorted(holders.items())}
     part_moves = () if rules.partition is None else rules.partition.to_writers(writers, state.kept)
-    number, first = state.number + 1, state.log.next_iteration
-    step.change(phase=Finishing(), number=number, log=state.log.begin(number, state.members),
+    order, first = state.order + 1, state.log.next_iteration
+    step.change(phase=Finishing(), order=order, log=state.log.begin(order, state.members),
                 slow=state.slow if state.leaving else state.slow.over(first, step))
     step.send(sorted(state.members), Finish(
-        number=number, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
+        order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
         part_moves=part_moves, addresses=_addresses(step, part_moves), parameters=first >= rules.iterations.stop))
 
 

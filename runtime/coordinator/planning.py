@@ -14,9 +14,9 @@ from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQues
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
-from slipstream.schedules.errors import NoScheduleError as NoScheduleError
 from slipstream.schedules.parts import Parts, divide
 from slipstream.schedules.schedule import Grid, Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.

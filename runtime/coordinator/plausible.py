@@ -26,6 +26,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Validated,
 )
 from slipstream.runtime.protocol.to_worker import Factor
+from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.dealing.fit import SUMS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
@@ -57,14 +58,8 @@ class Bounds:
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
             case Ran(squares=float()) if message.squares is not None and not 0 <= message.squares < math.inf:
                 return "it says that its gradients have a norm that there is not"
-            case Ran() | SpeedMeasured() if not all(one.number > 0 and 0 <= one.seconds < math.inf
-                                                    for one in message.times):
-                return "it says that ops take no time that there is"
-            case Ran() if not all(one.misfit is None or 0 <= one.misfit < math.inf for one in message.times):
-                return "it says that ops differ from their costs by what there is not"
-            case Ran() if not all(one.sums is None or (len(one.sums) == SUMS and all(map(math.isfinite, one.sums)))
-                                  for one in message.times):
-                return "it says of its costs what cannot be added up"
+            case Ran() | SpeedMeasured():
+                return _wrong_times(message.times)
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
             case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
@@ -91,6 +86,17 @@ class Bounds:
         return (0 <= known.order < 2**31 and known.iteration in iterations
                 and _ascending(known.layers, self.setup.cuts[-1]) and self.workers.issuperset(known.failed)
                 and self._may_keep(known.kept) and (known.validated is None or _known(known.validated, iterations)))
+
+
+def _wrong_times(times: Sequence[OpTime]) -> str | None:
+    for one in times:
+        if one.number <= 0 or not 0 <= one.seconds < math.inf:
+            return "it says that ops take no time that there is"
+        if one.misfit is not None and not 0 <= one.misfit < math.inf:
+            return "it says that ops differ from their costs by what there is not"
+        if one.sums is not None and not (len(one.sums) == SUMS and all(map(math.isfinite, one.sums))):
+            return "it says of its costs what cannot be added up"
+    return None
 
 
 def printable(message: ToCoordinator) -> ToCoordinator:

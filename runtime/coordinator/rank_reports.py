@@ -143,7 +143,8 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
         held = frozenset()
     factors = [one.validated for one in found if one.validated is not None]
     kept = _kept([one.kept for one in found]) if held else None
-    return replace(last, layers=_ranges(held), kept=kept, pending=any(one.pending for one in found),
+    return replace(last, layers=_ranges(held), kept=kept, behind=any(one.iteration < last.iteration for one in found),
+                   pending=any(one.pending for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
 

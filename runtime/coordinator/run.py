@@ -11,6 +11,7 @@ from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from slipstream.runtime.events import CheckpointWritten
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.protocol.authentication import Secret
@@ -66,6 +67,8 @@ class Run:
     """Where another coordinator has died: its workers are looked for."""
     losses: Sequence[float] | None = None
     """Those that it has committed; None: they are not known."""
+    checkpointed: CheckpointWritten | None = None
+    """The last checkpoint that it has told of."""
     gone: Sequence[Worker] = ()
     """Workers that have died with it."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS

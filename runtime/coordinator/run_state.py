@@ -122,8 +122,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     members: frozenset[Worker]
     """Those of the present order that live; before the first one, those that it waits for."""
     phase: Gathering | Rejoining | Training | Finishing | Left = Gathering()
-    number: int = 0
-    """Of the last order."""
+    order: int = 0
+    """The number of the last order; they are numbered from 1."""
     live: PersistentMap[Worker, Present] = PersistentMap()
     """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
     paused: PersistentMap[Worker, Holding] = PersistentMap()

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from slipstream.runtime.coordinator.questions import Held, Question
 from slipstream.runtime.coordinator.run_state import Step
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 Way = Callable[[], Schedule | None]
 

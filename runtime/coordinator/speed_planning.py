@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds, Speeds
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 from slipstream.schedules.timing import period_at as period_at
 
 LEAST_GAIN = 0.02

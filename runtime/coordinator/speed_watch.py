@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
 from slipstream.runtime.replay.recorder import OpTime
-from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Schedule, Worker
 
 WARM_UP = 1
 """Iterations of an order that say little: connections, caches and allocators are cold."""
@@ -64,13 +64,14 @@ class Cells:
         self._schedule = schedule
 
     @cached_property
-    def _planned(self) -> Mapping[tuple[str, int], float]:
+    def _planned(self) -> Mapping[tuple[str, int], tuple[LayerRange, float]]:
         usual, schedule = replace(self._schedule.times, slow=()), self._schedule
-        return {(kind, slice_): schedule.seconds(usual.duration_ticks(kind, slice_, Worker(0, 0)))
+        return {(kind, slice_): (schedule.layers_of(slice_),
+                                 schedule.seconds(usual.duration_ticks(kind, slice_, Worker(0, 0))))
                 for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
 
     def of(self, times: Sequence[OpTime]) -> list[CellTime]:
         """Times by layers. What no worker can have run, is left out."""
-        return [CellTime(one.kind, self._schedule.layers_of(one.slice), one.number, one.seconds,
-                         self._planned[one.kind, one.slice])
-                for one in times if (one.kind, one.slice) in self._planned]
+        planned = self._planned
+        return [CellTime(one.kind, known[0], one.number, one.seconds, known[1])
+                for one in times if (known := planned.get((one.kind, one.slice))) is not None]

@@ -35,8 +35,8 @@ START_SECONDS = 60.0
 class Found:
     """What a new coordinator goes on from."""
 
-    number: int
-    """Of the last order."""
+    order: int
+    """The last."""
     committed: int
     """The last iteration that is committed."""
     losses: tuple[float, ...]
@@ -90,14 +90,14 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def missing(self) -> frozenset[Worker]:
         """Members of the last order that have not come."""
-        number = self._number
-        if not number:
+        last_order = self._order
+        if not last_order:
             return self.expected.difference(self.known)
-        failed = next(known.failed for known in self.known.values() if known.order == number)
+        failed = next(known.failed for known in self.known.values() if known.order == last_order)
         return self.grid.difference(failed, self.known)
 
     @property
-    def _number(self) -> int:
+    def _order(self) -> int:
         return max((known.order for known in self.known.values()), default=0)
 
     def over(self, at: float) -> bool:
@@ -106,16 +106,18 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
             raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
         if not self.known or self.came_last is None:
             return False
-        patience = REJOIN_SECONDS if self._number else START_SECONDS
+        patience = REJOIN_SECONDS if self._order else START_SECONDS
         return self.missing <= self.gone or at - self.came_last > patience
 
     def found(self) -> Found:
         """What to go on from."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
-        everyone, number = self.known.values(), self._number
-        holders = [known for known in everyone if known.layers and known.order == number]
+        everyone, last_order = self.known.values(), self._order
+        holders = [known for known in everyone if known.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
-        committed = before if last is None else max(last, before)
+        # A file may end with lines that were given up, where node 0 died before it had removed them.
+        stepped = min((known.iteration - known.behind for known in holders), default=before if last is None else last)
+        committed = before if last is None else min(max(last, before), stepped)
         factors = {one.validated.iteration: one.validated for one in everyone if one.validated is not None}
         pending = any(known.pending and known.iteration == committed for known in everyone)
         if pending and committed not in factors:
@@ -123,11 +125,11 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         told = {iteration: loss for known in everyone for iteration, loss in known.losses.items()}
         written = tuple(self.losses or ())[:committed + 1 - self.first]
         unwritten = range(self.first + len(written), committed + 1)
-        return Found(number=number, committed=committed, factor=factors.get(committed), unwritten=unwritten,
+        return Found(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
                      losses=(*written, *(told.get(iteration, math.nan) for iteration in unwritten)),
-                     missing=tuple(sorted(self.missing)) if number else (),
+                     missing=tuple(sorted(self.missing)) if last_order else (),
                      holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
-                            for worker, known in self.known.items() if known.order or not number},
+                            for worker, known in self.known.items() if known.order or not last_order},
                      kept={worker: known.kept for worker, known in self.known.items()
                            if known.kept is not None and _fits(known, committed)})
 

@@ -6,7 +6,7 @@ have paused, and there is a schedule for them, the next order is given (`next_or
 that is not committed. An event that comes while a schedule is being planned only changes what is waited for.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -64,6 +64,12 @@ class Lost(NamedTuple):
     """By time.monotonic."""
 
 
+class Reports(NamedTuple):
+    """Workers have stepped, and their node has put their reports together."""
+
+    reports: tuple[Ran, ...]
+
+
 class Disconnected(NamedTuple):
     """The connection to a process of a worker has ended, so that it will be lost in a moment."""
 
@@ -82,9 +88,9 @@ class Look(NamedTuple):
     """Time has passed."""
 
 
-_CHANGE_LITTLE = Ran, Validated, Started, Saved
+_CHANGE_LITTLE = Ran, Reports, Validated, Started, Saved
 """Nothing follows from these before an iteration is committed."""
-Event = ToCoordinator | ScheduleFound | SpeedsPlanned | Lost | Disconnected | Stop | Hurry | Look
+Event = ToCoordinator | Reports | ScheduleFound | SpeedsPlanned | Lost | Disconnected | Stop | Hurry | Look
 
 
 def transition(rules: Rules, state: RunState, event: Event, at: float) -> tuple[RunState, list[Any]]:
@@ -151,7 +157,9 @@ def _handle(step: Step, event: Event) -> None:
     state = step.state
     match event:
         case Ran():
-            _ran(step, event)
+            _ran(step, (event,))
+        case Reports():
+            _ran(step, event.reports)
         case Validated():
             _commit(step, *state.log.validated(event.order, event.factor))
         case Started():
@@ -209,27 +217,39 @@ def _ready(step: Step, report: Ready) -> None:
         step.change(phase=state.phase.ready(worker, report.known, step.at))
 
 
-def _ran(step: Step, report: Ran) -> None:
-    """A member has stepped: it is acknowledged, and goes on or stops where all members will.
+def _ran(step: Step, reports: Sequence[Ran]) -> None:
+    """Members have stepped: they are acknowledged, and go on or stop where all members will.
 
     Whoever runs no micro-batch passes nothing on that the others would wait for, so that these are not acknowledged
     before it has reported, too: nobody is more than one step ahead of the last committed iteration.
     """
-    _commit(step, *step.state.log.ran(report))
-    state, stop, save, costs = step.state, None, None, None
-    reports: tuple[Ran, ...] = (report,)
-    if isinstance(state.phase, Training) and report.order == state.number and report.worker in state.members:
-        if state.phase.without_microbatches:
-            reports = (*state.phase.unanswered, report)
-            answered = state.log.have_reported(state.phase.without_microbatches, report.iteration)
-            step.change(phase=replace(state.phase, unanswered=() if answered else reports))
-            if not answered:
-                return
-        stop, save, costs = state.phase.stop_before, state.phase.save_before, state.phase.new_costs
-    for one in reports:
-        step.send((one.worker,), Acknowledged(
-            one.order, one.iteration, stop=one.iteration + 1 == stop, save=one.iteration + 1 == save,
-            costs=costs if costs is not None and one.iteration == costs.first - LEAD else None))
+    _commit(step, *step.state.log.ran(*reports))
+    state, phase = step.state, step.state.phase
+    mine = [one for one in reports if isinstance(phase, Training) and one.order == state.order
+            and one.worker in state.members]
+    if len(mine) < len(reports):
+        for one in reports:
+            if one not in mine:
+                step.send((one.worker,), Acknowledged(one.order, one.iteration))
+    if not mine:
+        return
+    assert isinstance(phase, Training)
+    answered: Sequence[Ran] = mine
+    if phase.without_microbatches:
+        answered, unanswered = [], list(phase.unanswered)
+        for one in mine:
+            unanswered.append(one)
+            if state.log.have_reported(phase.without_microbatches, one.iteration):
+                answered, unanswered = [*answered, *unanswered], []
+        step.change(phase=replace(phase, unanswered=tuple(unanswered)))
+    by_iteration: dict[int, list[Worker]] = {}
+    for one in answered:
+        by_iteration.setdefault(one.iteration, []).append(one.worker)
+    for iteration, workers in by_iteration.items():
+        costs = phase.new_costs
+        step.send(workers, Acknowledged(
+            state.order, iteration, stop=iteration + 1 == phase.stop_before, save=iteration + 1 == phase.save_before,
+            committed=state.log.last, costs=costs if costs is not None and iteration == costs.first - LEAD else None))
 
 
 def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
@@ -244,7 +264,7 @@ def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
 def _started(step: Step, report: Started) -> None:
     """A member begins its first op. The last one ends a recovery, where there is one."""
     state = step.state
-    if not isinstance(state.phase, Training) or report.order != state.number or state.phase.ended:
+    if not isinstance(state.phase, Training) or report.order != state.order or state.phase.ended:
         return  # it began late, in an order that another recovery has ended
     started = state.phase.started.adding(report.worker, None)
     step.change(phase=replace(state.phase, started=started))
@@ -262,7 +282,7 @@ def _paused(step: Step, report: Paused) -> None:
     if report.validated is not None:
         _commit(step, *step.state.log.validated(report.order, report.validated))
     state, worker = step.state, report.worker
-    if report.order != state.number or worker not in state.members or worker in state.paused:
+    if report.order != state.order or worker not in state.members or worker in state.paused:
         return
     step.change(paused=state.paused.adding(worker, Holding(layers_in(report.layers), report.kept)))
     if report.reason is not None:
@@ -275,7 +295,7 @@ def _paused(step: Step, report: Paused) -> None:
 def _finished(step: Step, report: Finished) -> None:
     """A member has written its parameters."""
     state = step.state
-    if not isinstance(state.phase, Finishing) or report.order != state.number or report.worker not in state.members:
+    if not isinstance(state.phase, Finishing) or report.order != state.order or report.worker not in state.members:
         return
     finished = state.phase.finished.adding(report.worker, None)
     step.change(log=state.log.finished(report), phase=replace(state.phase, finished=finished))
@@ -320,7 +340,7 @@ def _take_over(step: Step, phase: Rejoining) -> None:
     why = f"node 0 was started anew, and has found {len(members)} workers"
     state = step.state
     paused = PersistentMap((one, Holding(layers, found.kept.get(one))) for one, layers in found.holds.items())
-    step.change(phase=Training(ended=True), number=found.number, members=members, paused=paused,
+    step.change(phase=Training(ended=True), order=found.order, members=members, paused=paused,
                 log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
     lost = state.lost

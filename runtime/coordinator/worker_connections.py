@@ -104,6 +104,10 @@ class WorkerConnections:
         self._monitor.heard((worker, connection.rank))
         return True
 
+    def of(self, worker: Worker, rank: int) -> Connection | None:
+        """That of a worker's process, where it is there."""
+        return self._connections.get(worker, {}).get(rank)
+
     def ready(self, worker: Worker) -> None:
         """It sends heartbeats from now on."""
         for rank in range(self.processes_of(worker)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -37,9 +37,10 @@ def encode(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     What is contiguous on the CPU is not copied: a piece is its memory. The package's `save` copies twice, at about
     1 GB/s, and holds up all other threads meanwhile; that is why the header is written here.
     """
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(
+        tensors.items(), key=lambda one: -one[1].element_size())}  # so each is aligned, as the package wants it
     if any(tensor.dtype not in _NAMES for tensor in ready.values()):
-        return [save(_separate(ready))]
+        return [save({name: tensor.clone() for name, tensor in ready.items()})]  # it refuses shared memory
     entries, end = {}, 0
     for name, tensor in ready.items():
         start, end = end, end + tensor.nbytes
@@ -59,21 +60,25 @@ def decode(data: bytes) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write a file to the disk, to its last byte. Raises OSError, and then leaves none."""
+    """Write a file to the disk, to its last byte. Raises OSError, and then leaves none.
+
+    The package's `save_file` writes a temporary file of a name of its own, which a killed writer would leave.
+    """
+    size, digest = 0, hashlib.sha256()
     try:
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(_separate(tensors), path)
-        path.chmod(mode)  # safetensors makes files that their owner alone may read
-        with path.open("rb+") as file:
-            digest = hashlib.file_digest(file, "sha256")
+        with path.open("wb") as file:
+            for piece in encode(tensors):
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+            file.flush()
             os.fsync(file.fileno())
-            return Written(file.tell(), digest.hexdigest())
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, SafetensorError):
             raise OSError(_one_line(error)) from None
         raise
+    return Written(size, digest.hexdigest())
 
 
 def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tensor]:
@@ -91,23 +96,6 @@ def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tenso
         return load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise TensorError(f"{path}: no safetensors file: {_one_line(error)}") from None
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors contiguous on the CPU, each in memory of its own: safetensors refuses any that share theirs.
-
-    Whatever is so already is not copied.
-    """
-    separate: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in tensors.items():
-        one = tensor.detach().cpu().contiguous()
-        storage = one.untyped_storage()
-        if storage.nbytes() != one.nbytes or storage.data_ptr() in taken:
-            one = one.clone(memory_format=torch.contiguous_format)
-        taken.add(one.untyped_storage().data_ptr())
-        separate[name] = one
-    return separate
 
 
 def _one_line(error: BaseException) -> str:

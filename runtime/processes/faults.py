@@ -5,6 +5,7 @@ device is broken would crash for ever, and each return costs the others a moment
 and who has too many faults in an hour stays out, as do all of a node that has.
 """
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,12 +31,28 @@ class Verdict(NamedTuple):
     reason: str
 
 
+Crashes = tuple[tuple[Worker, tuple[float, ...]], ...]
+"""When each worker has crashed in the last hour, in seconds since 1970: for a node 0 that is started anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Those of the last hour. `limit` is how many a worker may have; 0: nobody is started again."""
+    """Those of the last hour, by time.monotonic. `limit` is how many a worker may have; 0: nobody is started again."""
 
     limit: int
     of: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, limit: int, crashes: Crashes) -> "Faults":
+        """With those that another node 0 has left."""
+        since = time.time() - time.monotonic()
+        return cls(limit, {worker: tuple(at - since for at in times) for worker, times in crashes})
+
+    @property
+    def crashes(self) -> Crashes:
+        """What to leave for another node 0."""
+        since = time.time() - time.monotonic()
+        return tuple((worker, tuple(round(at + since, 3) for at in times)) for worker, times in self.of.items())
 
     def add(self, worker: Worker, mates: Collection[Worker], now: float) -> tuple["Faults", Verdict]:
         """With a fault of a worker at a time; `mates` are all workers of its node."""

@@ -10,7 +10,7 @@ import msgspec
 
 from slipstream.runtime.config import STANDS_FOR
 from slipstream.runtime.errors import CoordinatorFailedError, RunError
-from slipstream.runtime.processes.faults import Faults
+from slipstream.runtime.processes.faults import Crashes, Faults
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
 from slipstream.runtime.processes.found_workers import enough_devices
 from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
@@ -165,12 +165,15 @@ class ProcessManager:
         Workers of this node that had lost a process when their launcher died, and which.
     faults_per_hour
         How many times a worker that crashes is started again; 0: only those of `returns` are.
+    crashes
+        Those under another node 0, which count; `keep` is called with all when there is one more.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
                  degradable: Collection[int] = (), without: Mapping[Worker, int] = {},
-                 faults_per_hour: int = 0) -> None:
+                 faults_per_hour: int = 0, crashes: Crashes = (),
+                 keep: Callable[[Crashes], None] = lambda _: None) -> None:
         self._local = local
         self._nodes = nodes
         self._workers_of: dict[int, list[Worker]] = defaultdict(list)
@@ -183,7 +186,8 @@ class ProcessManager:
         self._degradable = degradable
         self._without = without
         self._failures = list(failures)
-        self._faults = Faults(faults_per_hour)
+        self._faults = Faults.after(faults_per_hour, crashes)
+        self._keep = keep
         self._again: dict[Worker, float] = {}
         """When each is started again that has crashed."""
         self._send: SendToAgent = lambda *_: None
@@ -256,6 +260,7 @@ class ProcessManager:
             return
         now = time.monotonic()
         self._faults, verdict = self._faults.add(worker, self.workers_of(self._nodes.get(worker, 0)), now)
+        self._keep(self._faults.crashes)
         if verdict.pause_seconds is not None:
             self._again[worker] = now + verdict.pause_seconds
         if verdict.reason:

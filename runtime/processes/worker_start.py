@@ -33,6 +33,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint to start from."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """How long to hold still for another coordinator when that of the run is gone."""
+    reports: str | None = None
+    """Where this node's agent gathers reports (`protocol.node_reports`); None: each goes to node 0 itself."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

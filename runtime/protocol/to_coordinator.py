@@ -64,9 +64,12 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     begun: int = -1
     """The last iteration before the order."""
     losses: dict[int, float] = {}
-    """Where steps depend on all gradients: of the last iterations, where they are finite."""
+    """Of the last committed iterations, as it was told (`Acknowledged`), where they are finite; where steps depend on
+    all gradients, also of those that it has stepped since."""
     kept: Kept | None = None
     """As in `Paused`."""
+    behind: bool = False
+    """Whether one of its processes has not stepped `iteration`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +119,20 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """The sum of squares of the gradients that it speaks for, before clipping; None when that is not finite."""
     evaluation: float | None = None
     """Where the parameters were evaluated after this iteration: its part of the mean loss; None when not finite."""
+
+
+class ReportOf(msgspec.Struct, frozen=True, array_like=True):
+    """A report of one of a worker's processes, on its way over its node's agent (`node_reports`)."""
+
+    rank: int
+    report: Ran
+
+
+class Gathered(msgspec.Struct, frozen=True, tag=True):
+    """Reports of a node's workers, in one message of its agent. What comes until that is answered (`GoOn`) follows in
+    the next one."""
+
+    reports: tuple[ReportOf, ...]
 
 
 class SpeedMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -181,7 +198,9 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     iteration: int
     seconds: float
-    """From when it began to copy them."""
+    """That training lost at most: to copy them, and what the thread that wrote them computed."""
+    complete: bool = False
+    """Whether the checkpoint has all layers now."""
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -252,7 +271,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
               | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Checkpoints
               | SpeedMeasured | Failed)
-FromNodeAgent = JoinNode | Leaving | Ended
+FromNodeAgent = JoinNode | Leaving | Ended | Gathered
 ToCoordinator = FromWorker | FromNodeAgent
 
 decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

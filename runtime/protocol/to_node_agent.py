@@ -6,6 +6,7 @@ import msgspec
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.protocol.channel import Decoder
+from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.runtime.replay.transport import Transport
 from slipstream.schedules.schedule import Worker
 
@@ -59,6 +60,12 @@ class StillRunning(msgspec.Struct, frozen=True, tag=True):
     """Sent every `STILL_RUNNING_SECONDS`: an agent that hears nothing for long ends its workers, and itself."""
 
 
+class GoOn(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Gathered`, and what acknowledges reports later: the agent passes it on to the workers."""
+
+    acknowledged: tuple[tuple[tuple[Worker, ...], Acknowledged], ...]
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """When the run is over: the agent ends its workers, closes the connection, and ends with this result."""
 
@@ -68,6 +75,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """Whether node 0 begins the run anew, and is to be joined again."""
 
 
-ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | RunEnded
+ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | GoOn | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

@@ -71,7 +71,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     (`runtime.worker.generation`); another worker drops what it has fetched.
     """
 
-    number: int
+    order: int
     first_iteration: int
     """The iterations before it are committed."""
     failed: tuple[Worker, ...] = ()
@@ -108,7 +108,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An order, sent when all iterations are committed: write layers, and report the digests of all parameters."""
 
-    number: int
+    order: int
     first_iteration: int
     """One after the last."""
     writers: tuple[tuple[int, Worker], ...]
@@ -149,6 +149,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """Save a checkpoint of the state before the next iteration."""
     costs: NewCosts | None = None
     """Of an iteration that nobody has begun to deal."""
+    committed: tuple[int, float | None] | None = None
+    """The last committed iteration and its loss, where that is finite: whoever leads the run next may ask for it."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -16,7 +16,7 @@ from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import Session, Shared
 from slipstream.schedules.precedence import consumers, op_key, waits
-from slipstream.schedules.schedule import Op, OpKind, Schedule
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
 
 class Feed(Protocol):
@@ -68,6 +68,7 @@ class Executor:
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(session.worker)]
         self._split = schedule.backward == "split"
+        self._reduces_beside = session.one_process and _computes_after_reducing(self._program)
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps
@@ -172,9 +173,16 @@ class Executor:
             self._runner(step).backward_weight(self._microbatch(step.op))
 
     def _all_reduce(self, step: _Step) -> None:
+        self._before_exchange()
+        if self._reduces_beside:
+            self._session.begin_beside(partial(self._reduce, step))
+        else:
+            self._reduce(step)
+
+    def _reduce(self, step: _Step) -> None:
+        """In the order of the program, whichever thread that is: so nobody waits for another one's in a circle."""
         slice = step.op.slice
         assert slice is not None
-        self._before_exchange()
         with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
             layers, cut = self._slices.layers[slice], self._slices.cut(slice)
             if cut is None:
@@ -192,6 +200,7 @@ class Executor:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
         nothing left to give before."""
         self._before_exchange()
+        self._session.wait_beside()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name in self._slices.shared:
@@ -250,6 +259,12 @@ def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
     gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers(key, path)
                   if rule.tensor), None)
     return _Step(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
+
+
+def _computes_after_reducing(program: Sequence[_Step]) -> bool:
+    """Whether reductions can be hidden: there is something to compute after the first of them."""
+    kinds = [step.op.kind for step in program]
+    return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
 
 
 def _note_whole(slices: Slices, steps: Steps, iteration: int) -> None:

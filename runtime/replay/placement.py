@@ -75,14 +75,6 @@ class Placement:
         return next(stage for stage, layers in enumerate(grid.layers_by_stage)
                     if layer in range(*self.range_of(layers)))
 
-    def first_holders(self, schedule: Schedule) -> dict[int, Worker]:
-        """The first live worker that holds each layer: where one of several must do something, it does."""
-        found: dict[int, Worker] = {}
-        for worker, held in sorted(self.held_by(schedule).items()):
-            for layer in held:
-                found.setdefault(layer, worker)
-        return found
-
     def reduced_by_all(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
         """All ranges by which gradients are reduced, each with all live workers that do; ascending."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
@@ -117,10 +109,10 @@ class Placement:
         held = sorted(self.held_by(schedule).items()) if groups else []
         return [[one for one, layers in held if not layers.isdisjoint(group)] for group in groups]
 
-    def spoken_for(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
-        """The layers for which a live worker does what one of their holders must do: it is the first of them."""
-        return frozenset(layer for layers, workers in self.reduced(schedule, worker).items() if workers[0] == worker
-                         for layer in range(*layers))
+    def writers(self, schedule: Schedule, worker: Worker) -> dict[int, Worker]:
+        """Which of its holders saves each layer that a live worker holds: they take turns."""
+        return {layer: workers[layer % len(workers)] for layers, workers in self.reduced(schedule, worker).items()
+                for layer in range(*layers)}
 
     def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
         return layers_in(map(self.range_of, held))

@@ -9,6 +9,7 @@ that of torchft's manager, which synchronises, asks for errors, and then votes.
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import permutations
 from typing import NamedTuple, Self, cast
 
@@ -16,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from slipstream.runtime.beside import Beside
 from slipstream.runtime.model.layers.worker_group import Backend as RanksBackend
 from slipstream.runtime.model.layers.worker_group import Connection
 from slipstream.runtime.replay.backend import Backend, Meeting
@@ -24,6 +26,7 @@ from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.nccl import Nccl
 from slipstream.runtime.replay.sockets import Sockets
+from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import (
     TIMEOUT,
     Arriving,
@@ -150,6 +153,7 @@ class Session:
         """By source, target and own rank: the group, and the rank of the other end in it."""
         self._of_sharers: dict[tuple[tuple[Worker, ...], int], Group] = {}
         self._between_ranks: Connection | None = None
+        self._beside = Beside(device, "reductions", enqueues=self.ordered)
         self._presences = 0
         self._ended = False
         self._released = False
@@ -231,9 +235,31 @@ class Session:
         return all(backend.over([one.group for one in held if one.wanted.backend is backend])
                    for backend in self._links.backends)
 
+    @property
+    def one_process(self) -> bool:
+        """Whether this worker is one process, not several ranks or what is left of them."""
+        return self._membership.group is None
+
+    def begin_beside(self, reduce: Callable[[], None]) -> None:
+        """Reduce gradients beside what is computed from now on: one range after the other, as they are begun. Raises
+        what an earlier one has raised."""
+        self._beside.begin(reduce)
+
+    def wait_beside(self) -> None:
+        """Until all that was begun beside computing is done. Raises what it raised."""
+        with _waiting("summing gradients"):
+            self._beside.wait()
+        self.require()  # over NCCL, what an abort has broken off ends as if all were well
+
+    def threads_beside(self) -> list[int]:
+        """The thread, if there is one, in which gradients are being reduced."""
+        return [] if (thread := self._beside.thread) is None else [thread]
+
     def drain(self) -> None:
         """Wait until all is over; after an abort that is soon. It waits without end: whoever has aborted must look at
         the time."""
+        with _waiting("ending sums of gradients"):
+            self._beside.drop()
         while not self.over():
             time.sleep(DRAIN_SECONDS)
         if self.device.type == "cuda" and self.ordered:
@@ -513,6 +539,16 @@ def _close_beside(held: list[_Held]) -> None:
     """Close groups in a thread of its own; gloo's end of a group waits for sums that it has forgotten."""
     if held:
         threading.Thread(target=_close, args=(held,), daemon=True, name="closing").start()
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """Wait for another thread, which may be stuck in a process group: then both are left behind."""
+    OPEN_CALLS.begin(what)
+    try:
+        yield
+    finally:
+        OPEN_CALLS.end()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

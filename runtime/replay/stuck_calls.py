@@ -7,6 +7,7 @@ for what gloo forgets are ended by other means (`runtime.replay.gloo`).
 
 import threading
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -49,13 +50,15 @@ class OpenCalls:
         """The call that a thread is inside of."""
         return self._calls.get(thread)
 
-    def abandon(self, thread: int, seconds: float) -> bool:
-        """Whether a thread has been in one call for so long; then it ends with an error if it ever comes out of it."""
+    def abandon(self, threads: Collection[int], seconds: float) -> bool:
+        """Whether each of these threads has been in one call for so long; then each ends with an error if it ever comes
+        out of it."""
         with self._lock:
-            call = self._calls.get(thread)
-            if call is None or time.monotonic() - call.began < seconds:
+            calls = [self._calls.get(thread) for thread in threads]
+            if any(call is None or time.monotonic() - call.began < seconds for call in calls):
                 return False
-            self._abandoned.add(thread)
+            for thread in threads:
+                self._abandoned.add(thread)
             return True
 
 

@@ -1,7 +1,9 @@
 """One of the processes that profile a model: it computes beside the others, then exchanges tensors with them."""
 
+import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
@@ -31,6 +33,10 @@ from slipstream.schedules.schedule import Worker
 
 MOST_DOCUMENTS, FEWEST_TOKENS = 8, 16
 """Of a sample, and of a document, where ops are measured by lengths."""
+LARGE_BYTES = 1 << 24
+"""What is sent to measure a bandwidth."""
+MOST_REDUCTIONS = 1000
+"""Beside compute."""
 _LAYERS = (0, 1)
 """The name of what is reduced, whatever it is."""
 
@@ -74,6 +80,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return [index % len(self.ranges) for index in range(self.worker, last, self.computing)]
 
 
+class Network(msgspec.Struct, frozen=True):
+    """What the links between workers do."""
+
+    latency: float = 0.0
+    """Seconds from one worker to another, however little is sent."""
+    bandwidth: float = 0.0
+    """Bytes a second; 0 where there is one worker."""
+    slowdown: float = 0.0
+    """Share of the time of a reduction in which compute beside it stands still."""
+
+
 class Answer(msgspec.Struct, frozen=True):
     """What it has measured."""
 
@@ -82,6 +99,7 @@ class Answer(msgspec.Struct, frozen=True):
     gather: list[float]
     """Seconds after a step, where the optimizer's state is sharded."""
     transfer: float
+    network: Network
     waiting: float
 
 
@@ -104,6 +122,7 @@ class _Measurer:
                                               self._device)
         self._forms = forms(self._model, task.config)
         self._data = load_corpus(task.config)
+        self._benches: dict[int, StageBench] = {}
 
     def answer(self) -> Answer:
         """Compute at the same time as the others; then exchange tensors with them."""
@@ -117,16 +136,18 @@ class _Measurer:
         stages, waiting = self._compute() if task.stages else ({}, 0.0)
         self._meet("measured by all", task.workers)
         all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
+        network = Network()
         if task.workers > 1:
             all_reduce, gather, transfer = self._communicate(session, everyone)
+            network = self._network(session, everyone)
         self._meet("end", task.workers)
         session.close()
-        return Answer(stages, all_reduce, gather, transfer, waiting)
+        return Answer(stages, all_reduce, gather, transfer, network, waiting)
 
     def _compute(self) -> tuple[dict[int, StageProfile], float]:
         """This worker's stages, and the share of the time in which this process had to wait for others."""
         task = self._task
-        benches = {index: self._bench(index, task.config) for index in task.stages}
+        self._benches = benches = {index: self._bench(index, task.config) for index in task.stages}
         # What compiled layers keep is not seen by torch's modes, and is at most that.
         memory = {index: {**(self._changed(index, compile=False) if task.config.training.compile else bench).memory(),
                           **self._recomputed(index), "sent_bytes": self._sent_bytes(index)}
@@ -213,6 +234,55 @@ class _Measurer:
             all_reduce.append(self._median(lambda: timed(
                 lambda: session.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
         return all_reduce, gather, transfer
+
+    def _network(self, session: Session, everyone: Sequence[Worker]) -> Network:
+        """What links do between the first two workers, and reductions to compute beside them."""
+        task = self._task
+        little, much = (self._median(lambda: _ping_pong(
+            session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
+            for size in (1, LARGE_BYTES))
+        self._meet("links measured", task.workers)
+        slowdown = self._slowdown(session) if task.worker < task.reduce_group > 1 else 0.0
+        return Network(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
+
+    def _slowdown(self, session: Session) -> float:
+        """By rounds of compute alone, and while gradients of the longest stage are reduced by another thread."""
+        task = self._task
+        gradients = self._gradients(max(task.ranges, key=lambda layers: layers[1] - layers[0]))
+        bench = self._benches.get(min(self._benches, default=-1))
+
+        def reduce() -> None:
+            session.sum_over_sharers(_LAYERS, gradients)
+
+        def reduce_all() -> None:
+            stream = (torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                      if self._device.type == "cuda" else None)
+            with torch.cuda.stream(stream):  # of None, it does nothing
+                for _ in range(count):
+                    reduce()
+            if stream is not None:
+                stream.synchronize()
+
+        def compute() -> float:
+            return timed(bench.round, self._device) if bench else 0.0
+
+        alone = self._median(compute)
+        once = self._median(lambda: timed(reduce, self._device))
+        if task.worker == task.rank == 0:
+            wanted = math.ceil((task.rounds + 1) * 2 * alone / max(once, 1e-6))
+            self._store.set("reductions", str(min(max(wanted, 2), MOST_REDUCTIONS)))
+        count = int(self._store.get("reductions"))
+        beside: list[float] = []
+        thread = threading.Thread(target=reduce_all)
+        thread.start()
+        while self._all_ranks(thread.is_alive()):
+            if bench:
+                beside.append(compute())
+            else:
+                time.sleep(0.001)
+        thread.join()
+        full = beside[:-1]  # the last one went on alone
+        return max(0.0, 1 - alone / statistics.median(full)) if full else 0.0
 
     def _reduce_parts(self, session: Session, total: int, members: Sequence[Worker]) -> tuple[float, float]:
         """Seconds that gradients of so many elements, and parameters, take where each has a part."""

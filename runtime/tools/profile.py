@@ -2,7 +2,7 @@
 
 Stages are measured by workers that compute at the same time, as many as the machine will run (on CPUs: as many as have
 cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
-`UndoableOptimizer`, `Session`), timed over a few micro-batches in a row; the median of the rounds counts.
+`PartOptimizer`, `Session`), timed over a few micro-batches in a row; the median of the rounds counts.
 
 Where a worker is several processes, an op takes until the last of its ranks is done, and transfers and all-reduces go
 from rank r to rank r, all ranks at the same time.
@@ -21,7 +21,7 @@ from slipstream.runtime.processes.children import ChildError, Children
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.transport import choose_transport
-from slipstream.runtime.tools.measurer import Answer, Task
+from slipstream.runtime.tools.measurer import Answer, Network, Task
 from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
@@ -53,6 +53,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time in which a measuring process had to wait for others of this machine; on CPUs, about 0 is right.
     0 where it is not known: on GPUs, and where ranks wait for each other.
     """
+    network: Network = Network()
+    """Links between two workers here, and the most that reductions take from compute beside them."""
 
 
 _ANSWER = msgspec.json.Decoder(Answer)
@@ -83,6 +85,8 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     del store
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Profile(stages=_stages(tasks, answers), transfer=max(answer.transfer for answer in answers[:ranks]),
+                   network=msgspec.structs.replace(
+                       answers[0].network, slowdown=max(answer.network.slowdown for answer in answers)),
                    device=device, device_bytes=memory, workers=computing, ranks=ranks, reduce_group=reduce_group,
                    transport=transport, waiting=max(answer.waiting for answer in answers))
 

@@ -24,10 +24,8 @@ from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.passed import Value
 from slipstream.runtime.model.state.clipping import clip_factor, squares_of
 from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.learning_rate import scale
-from slipstream.runtime.model.state.optimizer import build_optimizer
 from slipstream.runtime.model.state.parameter_groups import grouped
-from slipstream.runtime.model.state.undoable_steps import optimizer_factory
+from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 
 CPU = torch.device("cpu")
 
@@ -70,8 +68,7 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
     sharing = sharing_of(model)
     sharing.tie(dict(enumerate(layers)))
-    optimizer = MasterWeights(layers, training) if training.master_weights else \
-        build_optimizer(dict(enumerate(layers)), training, sharing)
+    optimizer = PlainSteps(layers, training)
     validation = load_validation(config, microbatches)
     weights = LossWeights(corpus, training, microbatches)
     losses, evaluations = [], {}
@@ -83,7 +80,7 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
                 scaled = loss * weights(Microbatch(iteration, pipeline, index))
                 scaled.backward()  # type: ignore[no-untyped-call]
                 total += scaled.item()
-        factor = clip_factor(optimizer.squares().values(), training)
+        factor = clip_factor(optimizer.squares(), training)
         if factor is not None:
             optimizer.step(iteration, factor)
         layers.zero_grad()
@@ -100,43 +97,41 @@ def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, devi
             layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
     return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations,
-                           optimizer.masters() if isinstance(optimizer, MasterWeights) else {})
+                           optimizer.masters() if training.master_weights else {})
 
 
-class MasterWeights:
-    """Steps float32 copies of bfloat16 parameters, whose gradients add up in the dtype that is configured."""
+class PlainSteps(OptimizerSteps):
+    """Steps parameters; or float32 copies of bfloat16 ones, whose gradients add up in the dtype that is configured."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
-        self._layers, self._config = layers, config
-        self._rate = config.learning_rate
-        self._pairs = [(parameter, nn.Parameter(parameter.detach().float())) for parameter in layers.parameters()]
-        for parameter, _ in self._pairs:
+        self._stepped_by = {name: (parameter, nn.Parameter(parameter.detach().float())
+                                   if config.master_weights else parameter)
+                            for name, parameter in layers.named_parameters() if parameter.requires_grad}
+        stepped = dict(self._stepped_by.values())
+        for parameter in stepped if config.master_weights else ():
             parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
-        groups = grouped(dict(layers.named_parameters()), config)
-        masters = dict(self._pairs)
-        self._optimizer = optimizer_factory(config.optimizer)(
-            [{**group, "params": [masters[parameter] for parameter in group["params"]]} for group in groups], config)
+        super().__init__([{**group, "params": [stepped[one] for one in group["params"]]}
+                          for group in grouped({name: one for name, (one, _) in self._stepped_by.items()}, config)],
+                         config)
 
-    def squares(self) -> dict[int, float]:
-        """The sum of squares of each layer's gradients."""
-        return {index: sum(squares_of(parameter.grad).item() for parameter in layer.parameters()
-                           if parameter.grad is not None) for index, layer in enumerate(self._layers)}
+    def squares(self) -> list[float]:
+        """The sums of squares of gradients."""
+        return [squares_of(parameter.grad).item() for parameter, _ in self._stepped_by.values()
+                if parameter.grad is not None]
 
     def step(self, iteration: int, factor: float) -> None:
         """Step by the gradients times a factor."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * scale(self._config, iteration)
-        for parameter, master in self._pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.float() * factor
+        self._set_rates(iteration)
+        for parameter, stepped in self._stepped_by.values():
+            stepped.grad = None if parameter.grad is None else parameter.grad.to(stepped.dtype) * factor
         self._optimizer.step()
         with torch.no_grad():
-            for parameter, master in self._pairs:
-                parameter.copy_(master)
+            for parameter, stepped in self._stepped_by.values():
+                parameter.copy_(stepped)
 
     def masters(self) -> dict[str, Tensor]:
         """By "layer.name"."""
-        return {name: master.detach() for (name, _), (_, master) in
-                zip(self._layers.named_parameters(), self._pairs, strict=True)}
+        return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 
 def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,

@@ -15,8 +15,7 @@ from slipstream.runtime.model.layers.calling import on_device
 from slipstream.runtime.model.passed import Form, TensorForm, Value, gradient_form, made, tensors_of
 from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
 from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.holding import Holding, keeps_parts
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
+from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_state import elements_of
 from slipstream.runtime.model.state.parts import Span, cut
 from slipstream.runtime.torch_private import LivingStorages, TensorWatch
@@ -91,9 +90,7 @@ class StageBench:
                 found["backward_input"], found["backward_weight"])
 
     def keep(self, members: int) -> None:
-        """Where workers keep parts of layers' optimizer states: keep that of one of so many, without what it was."""
-        if not keeps_parts(self._config.training):
-            return
+        """Keep of layers' optimizer states what one of so many does, without what it was."""
         self._holding = Holding(self._holding.modules, self._config.training)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(elements_of(module).cut for module in self._holding.modules.values())
@@ -131,16 +128,12 @@ class StageBench:
         optimizer = self._holding.optimizer
         assert not isinstance(optimizer, RankOptimizers), "a stage is measured by one process a rank"
         undo = optimizer.undo_bytes()
-        if isinstance(optimizer, PartOptimizer):
-            held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
-                                                 for tensor in module.state_dict().values())
-        else:
-            held = sum(tensor.nbytes for layer in range(*stage.layers)
-                       for tensor in optimizer.layer_state(layer).values())
+        held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
+                                             for tensor in module.state_dict().values())
         gradients = sum(flat.nbytes for flat in self._holding.gradients())
         found = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                  "static_bytes": held + gradients + undo}
-        if isinstance(optimizer, PartOptimizer) and self._config.training.shard_optimizer:
+        if self._config.training.shard_optimizer:
             kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
             shared = sum(elements_of(module).cut for module in self._holding.modules.values())
             found["state_bytes"] = kept * shared // max(1, stepped)

@@ -4,6 +4,8 @@
     main             one          reads what the coordinator sends and sends heartbeats, however long computing takes
     generation N     one an       computes, and waits for other workers; it may have to be left behind where gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
+    reductions       while it     reduces gradients beside what the generation computes, where the schedule has
+                     reduces      something left to compute (`runtime.beside`)
     finish           at the end   writes and digests parameters, while heartbeats go on
     speed test       now and      runs ops by itself where the worker was left out as too slow (`speed_test`)
                      then

@@ -17,6 +17,9 @@ from slipstream.runtime.protocol.to_worker import Finish
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 
+Copying = Callable[[], Mapping[int, Mapping[str, Tensor]]]
+"""Gives copies of whole layers."""
+
 
 class Checkpointer:
     """Saves what is committed, every few iterations and at the end. One worker does so for each layer.
@@ -42,25 +45,26 @@ class Checkpointer:
         return self._folder is not None and self._every > 0 and iteration > self._first \
             and iteration % self._every == 0
 
-    def save(self, iteration: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def save(self, iteration: int, copied: Copying) -> None:
         """Begin to save layers as they are before an iteration; returns once they are copied."""
+        if self._folder is None:
+            return
+        began = time.monotonic()
         self._wait()
-        if self._folder is not None and states:
-            own = {layer: self._sharing.without_copies(layer, state) for layer, state in states.items()}
+        own = {layer: self._sharing.without_copies(layer, state) for layer, state in copied().items()}
+        if own:
             self._saving = save(self._folder, iteration, own, self._identity,
-                                partial(self._ended, iteration, time.monotonic()))
+                                partial(self._ended, iteration, time.monotonic() - began))
 
     def go_back(self, iteration: int) -> None:
         """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
         if self._folder is not None:
             drop_newer(self._folder, iteration)
 
-    def save_last(self, order: Finish, states: Callable[[list[int]], Mapping[int, Mapping[str, Tensor]]]) -> None:
-        """Save, to the end, the layers that an order gives to this worker; `states` gives them whole."""
-        layers = [layer for layer, worker in order.writers if worker == self._worker]
-        if self._folder is not None:
-            self.save(order.first_iteration, states(layers))
-            self._wait()
+    def save_last(self, order: Finish, copied: Copying) -> None:
+        """Save, to the end, the layers that an order gives to this worker."""
+        self.save(order.first_iteration, copied)
+        self._wait()
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
@@ -68,8 +72,10 @@ class Checkpointer:
             with suppress(CheckpointError):  # which has been told
                 saving.wait()
 
-    def _ended(self, iteration: int, began: float, error: CheckpointError | None) -> None:
-        """In the thread that has written, or has failed to."""
+    def _ended(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
+        """In the thread that has written, or has failed to: what it has computed, training has lost at most."""
         if error is not None:
             self._tell(Note(self._worker, str(error)))
-        self._tell(Saved(self._worker, iteration, time.monotonic() - began))
+        assert self._folder is not None
+        self._tell(Saved(self._worker, iteration, held_up + time.thread_time(),
+                         (self._folder / f"iteration-{iteration}").is_dir()))

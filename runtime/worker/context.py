@@ -14,6 +14,7 @@ from slipstream.runtime.model.passed import Form
 from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.node_reports import Reporter
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
@@ -41,6 +42,7 @@ class WorkerContext:
     group: WorkerGroup | None
     """The processes of this worker, where it is several."""
     channel: WorkerLink
+    reporter: Reporter
     store: TCPStore
     """Where process groups find each other."""
     links: Links

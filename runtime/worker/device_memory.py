@@ -9,7 +9,6 @@ import gc
 import torch
 
 from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer
 from slipstream.schedules.schedule import Worker
 
 MEBIBYTE = 2**20
@@ -46,9 +45,7 @@ class DeviceMemory:
     def _held(self, holding: Holding) -> str:
         parameters = sum(one.nbytes for one in holding.parameters().values())
         gradients = sum(one.nbytes for one in holding.gradients())
-        optimizer = holding.optimizer
-        stepped = [optimizer] if isinstance(optimizer, UndoableOptimizer) else holding.part_optimizers
-        states = sum(one.state_bytes() + one.undo_bytes() for one in stepped)
+        states = sum(one.state_bytes() + one.undo_bytes() for one in holding.part_optimizers)
         text = (f"while it held {_text(parameters)} of parameters, {_text(gradients)} of gradients and "
                 f"{_text(states)} of optimizer states with copies to undo a step")
         if self._device.type != "cuda":

@@ -52,7 +52,7 @@ class Generation:
         self._order = order
         self._schedule = schedule
         self._session = Session(
-            Membership(order.number, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
+            Membership(order.order, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
                        context.group, dict(order.stand_for)),
             links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
         self._connected = False
@@ -70,9 +70,9 @@ class Generation:
         self._paused = False
 
     @property
-    def number(self) -> int:
+    def order(self) -> int:
         """Of the order."""
-        return self._order.number
+        return self._order.order
 
     @property
     def ending(self) -> bool:
@@ -110,8 +110,8 @@ class Generation:
         watched = self._training is not None and watches_gradients(self._context.config.training)
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
-        return Known(self.number, self._schedule.failed, reached,
-                     self._context.layer_store.holding.ranges, validated, pending, begins - 1,
+        return Known(self.order, self._schedule.failed, reached,
+                     self._context.layer_store.ranges, validated, pending, begins - 1,
                      {iteration: loss for iteration, loss in losses if math.isfinite(loss)},
                      self._context.layer_store.kept())
 
@@ -142,7 +142,8 @@ class Generation:
         patience = STUCK_SECONDS if self._connected else MEETING_SECONDS
         thread = self._thread.ident or 0
         call = OPEN_CALLS.of(thread)
-        if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
+        if call is not None and time.monotonic() - self._ended_at > patience \
+                and OPEN_CALLS.abandon([thread, *self._session.threads_beside()], patience):
             self._thread = None
             GENERATORS.take_from(thread)
             if self._training is not None:
@@ -209,8 +210,8 @@ class Generation:
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
-        self._context.channel.send(Paused(self._context.worker, self.number,
-                                          self._context.layer_store.holding.ranges, self._validated, reason,
+        self._context.channel.send(Paused(self._context.worker, self.order,
+                                          self._context.layer_store.ranges, self._validated, reason,
                                           self._context.layer_store.kept()))
 
     def _connect(self) -> None:

@@ -3,10 +3,10 @@
 The header has its length before it and its tag behind it (`runtime.protocol.authentication`): nothing of it is used
 before that has been checked. Tensors have no tags, as those between workers have none: docs/threat-model.md.
 
-A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each,
-or with a `LayerPart` where workers keep parts of layers' states.
-While training goes on, `LayerGradients` or `PartStepped` of every step of the sender follow, so that the receiver can
-make the same steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
+A worker that needs layers, or parts of them, sends a `LayerRequest` to one that keeps them, which answers with a
+`LayerPart` for each.
+While training goes on, a `PartStepped` of every step of the sender follows, so that the receiver can make the same
+steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
 
 import hashlib
@@ -51,31 +51,15 @@ class PartName(msgspec.Struct, frozen=True, array_like=True):
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
     """The first message of a connection, and the only one of a receiver."""
 
-    layers: Annotated[tuple[_Layer, ...], Meta(max_length=4096)]
+    parts: Annotated[tuple[PartName, ...], Meta(max_length=2**16)]
     generation: _Number | None = None
     """The state as this generation begins, where all wait for it; None: from the next step on, and all steps after."""
-    parts: Annotated[tuple[PartName, ...], Meta(max_length=4096)] = ()
-    """Parts of layers, in the place of whole ones."""
-
-
-class LayerState(msgspec.Struct, frozen=True, tag=True):
-    """A layer with its optimizer's state, as it is before an iteration's step."""
-
-    layer: _Layer
-    iteration: _Number
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
     """A part of a layer, as it is before an iteration's step."""
 
     part: PartName
-    iteration: _Number
-
-
-class LayerGradients(msgspec.Struct, frozen=True, tag=True):
-    """The gradients by which a layer was stepped in an iteration: summed over the workers, and scaled."""
-
-    layer: _Layer
     iteration: _Number
 
 
@@ -97,7 +81,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag=True):
     """All that was to be sent until now has been sent."""
 
 
-Message = LayerRequest | LayerState | LayerPart | LayerGradients | PartStepped | GenerationBegins | UpToDate
+Message = LayerRequest | LayerPart | PartStepped | GenerationBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -111,8 +95,8 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
 # msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
-for _message in (LayerRequest(()), LayerState(0, 0), LayerPart(PartName(0, 0, 0, True), 0),
-                 LayerGradients(0, 0), PartStepped(PartName(0, 0, 0, True), 0), GenerationBegins(0, 0), UpToDate()):
+for _message in (LayerRequest((PartName(0, 0, 0, True),)), LayerPart(PartName(0, 0, 0, True), 0),
+                 PartStepped(PartName(0, 0, 0, True), 0), GenerationBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 

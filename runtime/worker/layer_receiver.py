@@ -1,9 +1,9 @@
 """Layer receiver: gets layers from other workers, while all wait or while training goes on.
 
-The layers come from several live workers side by side, each with its optimizer's state. Where training goes on, that is
-the state before some step; then come the gradients of that step and of each one after it, and the receiver makes the
-same steps with an optimizer of its own for each layer. Optimizers are elementwise, so that they end in the same bits.
-Of parts of layers, where workers keep these, it is the same (`runtime.model.state.followed_part`).
+They come from several live workers side by side, as parts, each with its optimizer's state. Where training goes on,
+that is the state before some step; then come the gradients of that step and of each one after it, and the receiver
+makes the same steps (`runtime.model.state.followed_part`). Optimizers are elementwise, so that they end in the same
+bits.
 When the generation begins that the layers are for, every sender sends the iteration that is committed, and a receiver
 that was one step further goes back. Where all wait, the senders send it right after the state.
 """
@@ -12,28 +12,24 @@ import contextlib
 import socket
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.runtime.model.state.followed_part import CopiedPart, FollowedPart
-from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer
-from slipstream.runtime.model.state.part_state import PartState
+from slipstream.runtime.model.state.part_state import PartState, elements_of, require_fits
 from slipstream.runtime.protocol.authentication import Secret, introduce
 from slipstream.runtime.protocol.to_worker import LayerMove, PartMove
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
-    LayerGradients,
     LayerPart,
     LayerRequest,
-    LayerState,
     Message,
     MessageError,
     PartName,
@@ -46,8 +42,8 @@ from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Build = Callable[[int], Holding]
-Follow = Callable[[PartState], FollowedPart]
+Module = Callable[[int], nn.Module]
+Follow = Callable[[PartState, nn.Module], FollowedPart]
 Address = tuple[str, int]
 
 
@@ -55,7 +51,8 @@ class Sender(NamedTuple):
     """Where some layers come from."""
 
     address: Address
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    """Whole ones."""
     parts: tuple[PartName, ...] = ()
 
 
@@ -71,26 +68,20 @@ class LayerFetch(NamedTuple):
     """Whether the senders train meanwhile."""
 
 
-def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[tuple[Worker, Sequence[Address]]],
-                rank: int = 0) -> dict[Worker, Sender]:
-    """Where the layers come from that some moves bring to a worker; `addresses` are those of all their sources."""
-    at = {source: by_rank[rank] for source, by_rank in addresses}
-    layers: dict[Worker, list[int]] = defaultdict(list)
-    for move in moves:
+def senders_for(worker: Worker, moves: Iterable[LayerMove], part_moves: Iterable[PartMove],
+                addresses: Iterable[tuple[Worker, Sequence[Address]]], rank: int = 0) -> dict[Worker, Sender]:
+    """Where the layers, or parts, come from that some moves bring to a worker; `addresses` are those of all sources."""
+    at, found = {source: by_rank[rank] for source, by_rank in addresses}, dict[Worker, Sender]()
+    every: Iterable[LayerMove | PartMove] = chain(moves, part_moves)
+    for move in every:
         if move.target == worker:
-            layers[move.source].append(move.layer)
-    return {source: Sender(at[source], tuple(mine)) for source, mine in layers.items()}
-
-
-def part_senders_for(worker: Worker, moves: Iterable[PartMove],
-                     addresses: Iterable[tuple[Worker, Sequence[Address]]], rank: int = 0) -> dict[Worker, Sender]:
-    """As `senders_for`, where workers keep parts of layers' states."""
-    at = {source: by_rank[rank] for source, by_rank in addresses}
-    parts: dict[Worker, list[PartName]] = defaultdict(list)
-    for move in moves:
-        if move.target == worker:
-            parts[move.source].append(PartName(move.layer, move.start, move.stop, move.state))
-    return {source: Sender(at[source], (), tuple(mine)) for source, mine in parts.items()}
+            _, layers, parts = found.get(move.source, Sender(at[move.source]))
+            if isinstance(move, LayerMove):
+                layers = (*layers, move.layer)
+            else:
+                parts = (*parts, PartName(move.layer, move.start, move.stop, move.state))
+            found[move.source] = Sender(at[move.source], layers, parts)
+    return found
 
 
 class ReceiverEvents:
@@ -111,17 +102,17 @@ class LayerReceiver:
 
     Parameters
     ----------
-    build
-        Makes a layer, while training goes on.
+    module
+        A layer of which parts are to come: any, as long as it is built.
     follow
         Makes what follows a part with its optimizer's state.
     secret
         What those who may give layers know.
     """
 
-    def __init__(self, build: Build, follow: Follow, device: torch.device, secret: Secret,
+    def __init__(self, module: Module, follow: Follow, device: torch.device, secret: Secret,
                  events: ReceiverEvents | None = None) -> None:
-        self._begin = partial(_Transfer, build=build, follow=follow, device=device, secret=secret,
+        self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
                               events=events or ReceiverEvents())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
@@ -136,27 +127,18 @@ class LayerReceiver:
             if fetch.senders:
                 self._transfers[key] = self._begin(fetch)
 
-    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Holding]:
-        """The layers that were fetched for a generation, as they are when it begins; nothing where none were.
+    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
+        """What was fetched for a generation, as it is when that begins: under this number, and where all wait.
 
         Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
-        CommunicationError when a sender is gone. What was fetched under any number but `fetch` is dropped.
+        CommunicationError when a sender is gone. What was fetched under any other number is dropped.
         """
-        return {layer: holding for transfer in self._taken(generation, fetch, require)
-                for layer, holding in transfer.layers.items()}
-
-    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Parts of layers that were fetched for a generation: under this number, and where all wait; see `take`."""
-        return [part.state() for transfer in self._taken(generation, fetch, require)
-                for part in transfer.parts.values()]
-
-    def _taken(self, generation: int, fetch: int, require: Callable[[], None]) -> "list[_Transfer]":
-        found = []
+        found = list[PartState]()
         for transfer in self._until(generation):
             try:
                 if transfer.fetch.number in (0, fetch):
                     transfer.take(generation, require)
-                    found.append(transfer)
+                    found += [part.state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
         return found
@@ -179,18 +161,18 @@ class LayerReceiver:
 
 
 class _Transfer:
-    """One fetch: a thread builds the layers, then one for each sender applies its messages."""
+    """One fetch: a thread finds what whole layers consist of, then one for each sender applies its messages."""
 
-    def __init__(self, fetch: LayerFetch, *, build: Build, follow: Follow, device: torch.device, secret: Secret,
-                 events: ReceiverEvents) -> None:
+    def __init__(self, fetch: LayerFetch, *, module: Module, follow: Follow, device: torch.device,
+                 secret: Secret, events: ReceiverEvents) -> None:
         self.fetch = fetch
         self._secret = secret
-        self._build = build
+        self._module = module
         self._follow = follow
         self._device = device
         self._events = events
-        self.layers: dict[int, Holding] = {}
-        """Each layer with an optimizer of its own."""
+        self._asked: dict[Worker, tuple[PartName, ...]] = {}
+        """What each sender is asked for."""
         self.parts: dict[PartName, FollowedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
@@ -226,16 +208,21 @@ class _Transfer:
 
     def _start(self) -> None:
         try:
-            for layer in (layer for sender in self.fetch.senders.values() for layer in sender.layers):
-                if self._over:
-                    return
-                self.layers[layer] = self._build(layer)
+            for worker, sender in self.fetch.senders.items():
+                whole = [part for layer in sender.layers if not self._over for part in self._parts_of(layer)]
+                self._asked[worker] = (*sender.parts, *whole)
         except Exception as error:
             self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return
         for worker, sender in self.fetch.senders.items():
             threading.Thread(target=self._receive, args=(worker, sender), daemon=True,
                              name=f"layers from {worker}").start()
+
+    def _parts_of(self, layer: int) -> list[PartName]:
+        """A whole layer: what is cut, and each parameter that is not. What is not trained comes with the first."""
+        elements = elements_of(self._module(layer))
+        spans = [*([(0, elements.cut)] if elements.cut else ()), *elements.whole_spans] or [(0, 0)]
+        return [PartName(layer, start, stop, state=True) for start, stop in spans]
 
     def _receive(self, worker: Worker, sender: Sender) -> None:
         """Apply the messages of one sender, until the end."""
@@ -246,8 +233,7 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
-                    request = LayerRequest(sender.layers, None if self.fetch.follow else self.fetch.generation,
-                                           sender.parts)
+                    request = LayerRequest(self._asked[worker], None if self.fetch.follow else self.fetch.generation)
                     keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
@@ -267,16 +253,10 @@ class _Transfer:
 
     def _apply(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
         match message:
-            case LayerState():
-                self._mine(sender, message.layer).load_layer_state(message.layer, tensors)
-                if self.fetch.follow:
-                    self._events.loaded(message.iteration)
             case LayerPart():
                 self._load(sender, message, tensors)
             case PartStepped():
                 self._part(sender, message.part).follow(message.iteration, tensors)
-            case LayerGradients():
-                self._step(self._mine(sender, message.layer), message, tensors)
             case GenerationBegins():
                 self._go_back(sender, message)
             case UpToDate():
@@ -284,40 +264,24 @@ class _Transfer:
             case LayerRequest():
                 raise MessageError("it asks, where it was asked")
 
-    def _mine(self, sender: Worker, layer: int) -> UndoableOptimizer:
-        if layer not in self.fetch.senders[sender].layers:
-            raise MessageError(f"it sent layer {layer}, for which it was not asked")
-        optimizer = self.layers[layer].optimizer
-        assert isinstance(optimizer, UndoableOptimizer), "parts of layers are fetched as parts"
-        return optimizer
-
     def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
-        if name not in self.fetch.senders[sender].parts:
+        if name not in self._asked[sender]:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
         part = PartState(name.layer, name.start, name.stop, tensors, name.state)
-        stepped = name.state and self.fetch.follow
-        self.parts[name] = self._follow(part) if stepped else CopiedPart(part, message.iteration)
+        module, stepped = self._module(name.layer), name.state and self.fetch.follow
+        require_fits(module, part)
+        self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part, message.iteration)
         if self.fetch.follow:
             self._events.loaded(message.iteration)
 
     def _part(self, sender: Worker, name: PartName) -> FollowedPart:
-        if name not in self.fetch.senders[sender].parts or name not in self.parts:
+        if name not in self._asked[sender] or name not in self.parts:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
-    def _step(self, optimizer: UndoableOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
-        mine = optimizer.layer_gradients(step.layer)
-        if {name: one.shape for name, one in mine.items()} != {name: one.shape for name, one in gradients.items()}:
-            raise MessageError(f"it sent gradients of layer {step.layer} that do not fit")
-        for name, gradient in mine.items():
-            gradient.copy_(gradients[name])
-        optimizer.step(step.iteration)
-
     def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
-        for layer in self.fetch.senders[sender].layers:
-            self.layers[layer].optimizer.go_back(begins.iteration)
-        for part in self.fetch.senders[sender].parts:
+        for part in self._asked[sender]:
             self._part(sender, part).go_back(begins.iteration)
         with self._changed:
             self._generations[sender] = begins.generation

@@ -2,17 +2,16 @@
 
 A worker that needs layers connects, and sends a request (`runtime.worker.layer_messages`). Where training goes on, the
 sender copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it
-copies the gradients of each step that stands. Of parts of layers, where workers keep these, it is the same. A thread
-(`runtime.worker.layer_server`) serves all receivers while the worker trains. What is to be sent lies in a queue for
-each of them. It is bounded: where the connection carries less than training makes, training waits until the queue is
-empty, and then the receiver is up to date.
+copies the gradients of each step that stands. A thread (`runtime.worker.layer_server`) serves all receivers while the
+worker trains. What is to be sent lies in a queue for each of them. It is bounded: where the connection carries less
+than training makes, training waits until the queue is empty, and then the receiver is up to date.
 """
 
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,10 +19,8 @@ from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.worker.layer_messages import (
     GenerationBegins,
-    LayerGradients,
     LayerPart,
     LayerRequest,
-    LayerState,
     PartName,
     PartStepped,
 )
@@ -34,15 +31,6 @@ POLL_SECONDS = 0.002
 
 class Layers(Protocol):
     """What the worker holds."""
-
-    def holds(self, layer: int) -> bool:
-        """Whether it has a layer."""
-
-    def layer_state(self, layer: int) -> Mapping[str, Tensor]:
-        """A layer with its optimizer's state; the tensors themselves."""
-
-    def layer_gradients(self, layer: int) -> Mapping[str, Tensor]:
-        """A layer's gradients; the tensors themselves."""
 
     def keeps(self, part: PartName) -> bool:
         """Whether it keeps a part of a layer."""
@@ -92,8 +80,6 @@ class LayerSender:
         copied = _Copies()
         for one in self._server.following():
             if self._holds_all(one, layers):
-                for layer in one.request.layers:
-                    self._server.put(one, LayerGradients(layer, iteration), copied(layers.layer_gradients, layer))
                 for part in one.request.parts:
                     self._server.put(one, PartStepped(part, iteration), copied(
                         layers.part_gradients if part.state else layers.part_state, part))
@@ -134,30 +120,29 @@ class LayerSender:
         self._server.close()
 
     def _holds_all(self, receiver: Receiver, layers: Layers) -> bool:
-        request = receiver.request
-        held = all(map(layers.holds, request.layers)) and all(layers.keeps(part) for part in request.parts)
+        held = all(map(layers.keeps, receiver.request.parts))
         if not held:
             self._server.drop(receiver)
         return held
 
 
 def _states(request: LayerRequest, iteration: int, layers: Layers, by: "_Reading"
-            ) -> list[tuple[LayerState | LayerPart, Mapping[str, Tensor]]]:
+            ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """All that is asked for, as it is before an iteration's step."""
-    return [*((LayerState(layer, iteration), by(layers.layer_state, layer)) for layer in request.layers),
-            *((LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts)]
+    return [(LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts]
 
 
-_Reading = Callable[[Callable[[Any], Mapping[str, Tensor]], Any], Mapping[str, Tensor]]
+_Read = Callable[[PartName], Mapping[str, Tensor]]
+_Reading = Callable[[_Read, PartName], Mapping[str, Tensor]]
 
 
 class _Copies:
     """What several receivers get, copied once to host memory."""
 
     def __init__(self) -> None:
-        self._found: dict[object, Mapping[str, Tensor]] = {}
+        self._found: dict[PartName, Mapping[str, Tensor]] = {}
 
-    def __call__(self, read: Callable[[Any], Mapping[str, Tensor]], name: int | PartName) -> Mapping[str, Tensor]:
+    def __call__(self, read: _Read, name: PartName) -> Mapping[str, Tensor]:
         if name not in self._found:
             self._found[name] = {key: tensor.detach().to("cpu", copy=True).contiguous()
                                  for key, tensor in read(name).items()}

@@ -32,7 +32,6 @@ from slipstream.runtime.worker.layer_messages import (
     MAX_HEADER_BYTES,
     LayerPart,
     LayerRequest,
-    LayerState,
     Message,
     MessageError,
     UpToDate,
@@ -125,7 +124,7 @@ class LayerServer:
         with self._lock:
             return [self._wake_up, self._woken, *(one.connection for one in self._receivers)]
 
-    def answer(self, receiver: Receiver, states: Sequence[tuple[LayerState | LayerPart, Mapping[str, Tensor]]]) -> None:
+    def answer(self, receiver: Receiver, states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
         """Send states, and whatever is put in from now on."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
@@ -270,7 +269,7 @@ class LayerServer:
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
         receiver.piece = receiver.piece[sent:]
         now = receiver.progress = time.monotonic()
-        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerState | LayerPart) \
+        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerPart) \
                 and receiver.request.generation is None:
             receiver.not_before = now + sent * self._seconds_per_byte
         if not receiver.piece:

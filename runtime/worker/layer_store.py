@@ -1,22 +1,24 @@
 """Layer store: the layers that a worker holds. They change with the schedule."""
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
 from slipstream.runtime.model.ranks.own_ranks import joined_state
+from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from slipstream.runtime.model.state.parts import Cut, Elements
 from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.worker.layer_messages import PartName
-from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
 
@@ -42,7 +44,7 @@ class LayerStore:
         self.holding = build((), filled=True)
         self._prepared: dict[int, Holding] = {}
         self._received: list[PartState] = []
-        """What has been read or has come for an order, where workers keep parts of layers' states."""
+        """What has been read or has come for an order."""
         self._building = threading.Lock()
         self._built: dict[int, nn.Module] = {}
         """Layers that an order needs and that are not held yet."""
@@ -59,27 +61,11 @@ class LayerStore:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self.holding.change(())
+        self.holding.clear()
         self._received = []
 
-    def restore(self, layers: Collection[int], iteration: int) -> None:
-        """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
-        lacking = sorted(set(layers) - self.holding.modules.keys())
-        states = self._restore(iteration, lacking)
-        fresh = {layer: self.fresh(layer) if layer in states else self._build([layer], filled=True)
-                 for layer in lacking}
-        for layer, state in states.items():
-            one = fresh[layer]
-            assert isinstance(one.optimizer, UndoableOptimizer)
-            one.optimizer.load_layer_state(layer, cut_state(state, shards_of(one.modules[layer]), worker_group()))
-        self.holding.change({*self.holding.modules, *lacking}, fresh.values())
-
-    def keep(self, layers: Collection[int], fetched: Mapping[int, Holding]) -> None:
-        """Hold exactly these layers: of those held already, and those that have come. No step may be open."""
-        self.holding.change(layers, [one for layer, one in fetched.items() if layer not in self.holding.modules])
-
     def read(self, layers: Collection[int], iteration: int) -> None:
-        """Where workers keep parts: read layers as they were before an iteration. Raises CheckpointError."""
+        """Read layers as they were before an iteration. Raises CheckpointError."""
         self._received = []
         states = self._restore(iteration, sorted(layers))
         for layer in set(layers) - states.keys() - self.holding.modules.keys():
@@ -104,18 +90,24 @@ class LayerStore:
         self._received, self._built = [], {}
 
     def kept(self) -> Kept | None:
-        """What is kept, where workers keep parts of layers' states."""
-        optimizer = self.holding.optimizer
-        if not isinstance(optimizer, PartOptimizer):
+        """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
+        if not self.holding.keeps_parts:
             return None
-        return Kept((*((layer, *span) for layer, spans in optimizer.kept.items() for span in spans),
+        return Kept((*((layer, *span) for layer, spans in self._parts.kept.items() for span in spans),
                      *((one.layer, one.start, one.stop) for one in self._received if one.state)),
-                    optimizer.whole_after)
+                    self._parts.whole_after)
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers that are held; where they are kept whole, with those that have come for an order."""
+        came = () if self.holding.keeps_parts else {one.layer for store in self.by_rank for one in store._received}
+        return joined_ranges((layer, layer + 1) for layer in (*self.holding.modules, *came))
 
     def keeps(self, part: PartName) -> bool:
         """Whether a part of a layer is kept, or has been read or received."""
+        kept = self._parts.kept.get(part.layer, ((0, 0),) if part.layer in self.holding.modules else ())
         return self._has_received(part) is not None or any(
-            first <= part.start and part.stop <= end for first, end in self._parts.kept.get(part.layer, ()))
+            first <= part.start and part.stop <= end for first, end in kept)
 
     def part_state(self, part: PartName) -> dict[str, Tensor]:
         """A part of a layer that is kept, for another worker; the tensors themselves."""
@@ -138,36 +130,36 @@ class LayerStore:
         for layer, module in self.holding.modules.items():
             put(module, [one for one in mine if one.layer == layer], untrained_too=False)
 
-    def own_parts(self, layers: LayerRange) -> list[PartState]:
-        """This worker's own parts of a range of layers; the tensors themselves."""
-        return [part for layer in range(*layers) for part in self._parts.own_states(layer)]
+    def own_parts(self, layer: int) -> list[PartState]:
+        """This worker's own parts of a layer; the tensors themselves."""
+        return self._parts.own_states(layer)
 
     @property
     def by_rank(self) -> Sequence["LayerStore"]:
-        """That of each rank that this process stands for, where workers keep parts of layers' states."""
+        """That of each rank that this process stands for."""
         return [self]
 
     def whole_layers(self, layers: Iterable[int], received: ByRank) -> dict[int, dict[str, Tensor]]:
-        """As `whole_states`, with what was received of what is not kept here."""
-        group, found = worker_group(), dict[int, dict[str, Tensor]]()
-        for layer in sorted(layers):
-            shards = shards_of(self.holding.modules[layer])
-            states = [store.with_parts(layer, parts) for store, parts in zip(self.by_rank, received, strict=True)]
-            state = whole_state(states[0] if len(states) == 1 else joined_state(states, shards), shards, group)
+        """Whole layers to be saved, in host memory, with what was received of what is not kept here. All ranks of a
+        worker must ask together; the first has them, the others nothing."""
+        group, found, layers = worker_group(), dict[int, dict[str, Tensor]](), sorted(layers)
+        device = next((one.device for one in self.holding.parameters().values()), HOST)
+        with _copying(device):
+            by_rank = [{layer: store.with_parts(layer, parts) for layer in layers}
+                       for store, parts in zip(self.by_rank, received, strict=True)]
+        for layer in layers:
+            shards, states = shards_of(self.holding.modules[layer]), [one[layer] for one in by_rank]
+            state = states[0] if len(states) == 1 else joined_state(states, shards)
+            if group is not None:  # whose connections may carry nothing that is not on the device
+                state = whole_state({key: tensor.to(device) for key, tensor in state.items()}, shards, group)
             if first_rank():
-                found[layer] = state
+                found[layer] = {key: tensor.cpu() for key, tensor in state.items()}
         return found
 
     def with_parts(self, layer: int, received: Sequence[PartState]) -> dict[str, Tensor]:
         """The state of a layer, from parts that are kept and others that were received."""
         return whole(self.holding.modules[layer],
                      [one for one in (*self._parts.kept_states(), *self._received, *received) if one.layer == layer])
-
-    @property
-    def _whole(self) -> UndoableOptimizer:
-        optimizer = self.holding.optimizer
-        assert isinstance(optimizer, UndoableOptimizer)
-        return optimizer
 
     @property
     def _parts(self) -> PartOptimizer:
@@ -192,23 +184,15 @@ class LayerStore:
                 self._built[layer] = self.fresh(layer).modules[layer]
             return self._built[layer]
 
-    def holds(self, layer: int) -> bool:
-        """Whether a layer is held."""
-        return layer in self.holding.modules
 
-    def layer_gradients(self, layer: int) -> dict[str, Tensor]:
-        """A layer's gradients; the tensors themselves."""
-        return self._whole.layer_gradients(layer)
-
-    def layer_state(self, layer: int) -> dict[str, Tensor]:
-        """A layer with its optimizer's state, for another worker; the tensors themselves."""
-        return self._whole.layer_state(layer)
-
-    def whole_states(self, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-        """Whole layers to be saved. All ranks of a worker must ask together; the first has them, the others nothing."""
-        group, found = worker_group(), dict[int, dict[str, Tensor]]()
-        for layer in sorted(layers):
-            state = whole_state(self.layer_state(layer), shards_of(self.holding.modules[layer]), group)
-            if first_rank():
-                found[layer] = state if group is None else {key: tensor.cpu() for key, tensor in state.items()}
-        return found
+@contextmanager
+def _copying(device: torch.device) -> Iterator[None]:
+    """Copies from a device are made beside what is computed later, on a stream of their own; they are there then."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
 from slipstream.runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
@@ -31,7 +33,7 @@ from slipstream.runtime.replay.dealt_samples import costs_digest
 from slipstream.runtime.run_folder import holder
 from slipstream.runtime.worker.context import WorkerLink
 from slipstream.runtime.worker.generation import Generation
-from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
+from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
 from slipstream.runtime.worker.order_threads import OrderThreads
 from slipstream.runtime.worker.setting_up import STORE_TIMEOUT, set_up
 from slipstream.schedules.codec import decode
@@ -43,6 +45,8 @@ LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
 RETRY_SECONDS = 0.2
 """From one attempt to reach another coordinator to the next."""
+KEPT_LOSSES = 256
+"""Losses that a worker keeps for another coordinator, those of the last iterations."""
 
 
 class CoordinatorGoneError(Exception):
@@ -67,6 +71,8 @@ class MainThread:
         """The last."""
         self._contents: dict[str, bytes] = {}
         """What has come of schedules, by digest, first come first."""
+        self._losses: dict[int, float] = {}
+        """Of the last committed iterations: a coordinator that dies may not have written them."""
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
         self._told_to_end = False
@@ -115,6 +121,8 @@ class MainThread:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
+            for one in self._context.reporter.sockets():
+                selector.register(one, selectors.EVENT_READ)
             while True:
                 ending = self._generation is not None and self._generation.ending
                 pause = max(0.0, beat - time.monotonic())
@@ -129,8 +137,11 @@ class MainThread:
                     if isinstance(message, Leave):
                         return 0
                     self._handle(message)
+                for acknowledged in self._context.reporter.read():
+                    self._handle(acknowledged)
                 if time.monotonic() >= beat:
-                    beat = self._channel.sent + interval  # what says anything else needs no heartbeat
+                    # What says anything else needs no heartbeat.
+                    beat = max(self._channel.sent, self._context.reporter.sent) + interval
                     if time.monotonic() >= beat:
                         self._channel.send(Heartbeat())
                         beat = time.monotonic() + interval
@@ -185,13 +196,14 @@ class MainThread:
             self._threads.forget(self._context)
             return None
         if generation is not None:
-            return generation.known()
+            known = generation.known()
+            return msgspec.structs.replace(known, losses=self._losses | known.losses)
         if self._finish_order is None:
-            return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False)
+            return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False, losses=self._losses)
         return Known(
-            self._finish_order.number, self._down, self._finish_order.first_iteration - 1,
-            self._context.layer_store.holding.ranges, self._finish_order.factor, pending=False,
-            begun=self._finish_order.first_iteration - 1, kept=self._context.layer_store.kept())
+            self._finish_order.order, self._down, self._finish_order.first_iteration - 1,
+            self._context.layer_store.ranges, self._finish_order.factor, pending=False,
+            begun=self._finish_order.first_iteration - 1, losses=self._losses, kept=self._context.layer_store.kept())
 
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation
@@ -205,22 +217,23 @@ class MainThread:
             case Train():
                 self._finish_order = None
                 self._down = message.failed
-                if self._assigned is not None and self._assigned.order == message.number:
+                if self._assigned is not None and self._assigned.order == message.order:
                     part = part_from(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None
                     self._generation = next_one = Generation(self._context, message, part, whole)
                     self._threads.train(self._context, message, next_one, generation)
                 else:
-                    self._context.layer_receiver.drop(message.number)
+                    self._context.layer_receiver.drop(message.order)
                     self._generation = None
                     self._threads.stand_aside(self._context, message, generation)
             case Finish():
                 self._generation, self._finish_order = None, message
                 self._threads.finish(self._context, message, generation)
-            case EndOrder() if generation is not None and generation.number == message.order:
+            case EndOrder() if generation is not None and generation.order == message.order:
                 generation.end()
-            case Acknowledged() if generation is not None and generation.number == message.order:
+            case Acknowledged() if generation is not None and generation.order == message.order:
                 generation.acknowledged(message)
+                self._keep_loss(message)
             case Fetch():
                 self._context.layer_receiver.begin([_fetch_for(self._worker, message, rank)
                                                     for rank in self._context.ranks])
@@ -231,6 +244,13 @@ class MainThread:
             case ReportCheckpoints():
                 self._threads.begin(self._context.device, "checkpoints", lambda: self._channel.send(
                     Checkpoints(self._worker, self._context.checkpoints.iterations())))
+
+    def _keep_loss(self, message: Acknowledged) -> None:
+        if message.committed is not None:
+            iteration, loss = message.committed
+            if loss is not None:
+                self._losses[iteration] = loss
+            self._losses.pop(iteration - KEPT_LOSSES, None)
 
     def _status(self) -> Status:
         """What this worker does. It has no generation before its first order, and after its last."""
@@ -243,6 +263,5 @@ class MainThread:
 
 def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    senders = part_senders_for(worker, fetch.part_moves, fetch.addresses, rank) or senders_for(
-        worker, fetch.moves, fetch.addresses, rank)
-    return LayerFetch(fetch.number, fetch.order, senders, follow=True)
+    return LayerFetch(fetch.number, fetch.order,
+                      senders_for(worker, fetch.moves, fetch.part_moves, fetch.addresses, rank), follow=True)

@@ -13,7 +13,7 @@ from slipstream.runtime.model.checkpoints.parameters import save_layer
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.layers.shards import whole_layer
 from slipstream.runtime.model.state.digest import tensor_digest
-from slipstream.runtime.model.state.holding import build_holding, keeps_parts
+from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from slipstream.runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
 from slipstream.runtime.replay.membership import Membership
@@ -24,7 +24,7 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.generation import Generation
 from slipstream.runtime.worker.layer_store import ByRank
-from slipstream.runtime.worker.layers_of_order import move_parts
+from slipstream.runtime.worker.layers_of_order import move_layers
 from slipstream.runtime.worker.speed_test import measure_slice
 
 SPEED_TEST_SECONDS = 600.0
@@ -73,7 +73,7 @@ class OrderThreads:
                     context.checkpointer.go_back(order.first_iteration)
             generation.run()
 
-        self.begin(context.device, f"generation {order.number}", work)
+        self.begin(context.device, f"generation {order.order}", work)
 
     def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
         """Take no part in an order. What this worker held is out of date from now on; others may lack parts of it."""
@@ -83,7 +83,7 @@ class OrderThreads:
             leave(context, previous, order)
             if any(move.source == context.worker for move in order.part_moves):
                 with suppress(CommunicationError):  # the order is over, or the coordinator hears of it from them
-                    move_parts(context, order, partial(_require_not, over))
+                    move_layers(context, order, order.moves, partial(_require_not, over))
             context.layer_store.clear()
             context.links.close()
             if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
@@ -101,13 +101,11 @@ class OrderThreads:
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
-                received = None
-                if keeps_parts(context.config.training):
-                    try:
-                        received = move_parts(context, order, partial(_require_not, over))
-                    except CommunicationError:
-                        return
-                    context.layer_store.put(received)
+                try:
+                    received = move_layers(context, order, (), partial(_require_not, over))
+                except CommunicationError:
+                    return
+                context.layer_store.put(received)
                 self._between_ranks = _connect_ranks(context, order)
                 _write(context, order, received)
 
@@ -167,18 +165,18 @@ def leave(context: WorkerContext, previous: Generation | None, order: Order) -> 
         previous.leave(order)
         if not previous.fits(order):
             context.layer_store.clear()
-        context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
+        context.layer_sender.generation_begins(order.order, order.first_iteration - 1)
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
     """What the ranks of this worker gather their shards over; None where it is one process."""
     if context.group is None:
         return None
-    alone = Membership(order.number, {context.worker: 0}, context.worker, context.group)
+    alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)
     return Session(alone, links=context.links, device=context.device, store=context.store).connect()
 
 
-def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> None:
+def _write(context: WorkerContext, order: Finish, received: ByRank) -> None:
     """`received` are parts of layers, where others have them."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
@@ -189,13 +187,13 @@ def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> No
                 save_layer(Path(context.out), layer, {
                     name: tensor for name, tensor in whole.items() if name not in copies})
     store = context.layer_store
-    context.checkpointer.save_last(
-        order, store.whole_states if received is None else lambda layers: store.whole_layers(layers, received))
+    mine = [layer for layer, worker in order.writers if worker == context.worker]
+    context.checkpointer.save_last(order, partial(store.whole_layers, mine, received))
     kept, ranks = store.kept(), len(context.ranks)
     by_rank = [holding.parameters()] if ranks == 1 else [holding.at_rank(own_rank, ranks) for own_rank in range(ranks)]
     first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
-    context.channel.send(Finished(context.worker, order.number, first, tuple(others)))
+    context.channel.send(Finished(context.worker, order.order, first, tuple(others)))
 
 
 def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:

@@ -1,4 +1,4 @@
-"""The layers of a process that stands for several ranks of its worker, where workers keep parts of optimizer states."""
+"""The layers of a process that stands for several ranks of its worker."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -80,6 +80,8 @@ class RankStores(LayerStore):
 
     def kept(self) -> Kept | None:
         """What is kept at each rank: they have cut alike, but one of them may have been stopped before it stepped."""
+        if not self.holding.keeps_parts:
+            return None
         found = [kept for store in self.by_rank if (kept := store.kept()) is not None]
         after = {kept.whole_after for kept in found}
         return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),

@@ -5,6 +5,7 @@ import queue
 
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.steps import Steps
+from slipstream.runtime.protocol.node_reports import AGENT_SECONDS
 from slipstream.runtime.protocol.to_coordinator import Ran, Validated
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor
 from slipstream.runtime.replay.recorder import Recorder
@@ -27,8 +28,8 @@ class Reports:
     def __init__(self, part: OrderContext) -> None:
         self._part = part
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
-        self._open: int | None = None
-        """The iteration whose report is to be acknowledged."""
+        self._open: Ran | None = None
+        """The report that is to be acknowledged."""
         self.reached = part.order.first_iteration - 1
         """The last iteration that this worker may have stepped: it is being evaluated, or reported, or was."""
         self.save_before: int | None = None
@@ -44,11 +45,12 @@ class Reports:
 
     def report(self, iteration: int, loss: float, steps: Steps, recorder: Recorder, evaluation: float | None) -> None:
         """Report an iteration; the first member also says how all have stepped it, once that is known."""
-        context, number = self._part.context, self._part.order.number
-        self.reached = self._open = iteration
-        context.channel.send(Ran(context.worker, number, iteration, finite(loss), recorder.window_seconds(),
-                                 recorder.times(), recorder.ops(), finite(steps.squares),
-                                 None if evaluation is None else finite(evaluation)))
+        context, number = self._part.context, self._part.order.order
+        self.reached = iteration
+        self._open = Ran(context.worker, number, iteration, finite(loss), recorder.window_seconds(),
+                         recorder.times(), recorder.ops(), finite(steps.squares),
+                         None if evaluation is None else finite(evaluation))
+        context.reporter.send(self._open)
         if context.worker == self._part.schedule.members[0] and watches_gradients(context.config.training):
             steps.when_validated(lambda: self._validated(steps))
 
@@ -61,14 +63,12 @@ class Reports:
         """
         if self._open is None:
             return
-        iteration, self._open = self._open, None
+        report, self._open = self._open, None
+        iteration = report.iteration
         context, activity = self._part.context, self._part.activity
         doing = activity.doing
         activity.begins(f"{WAITS} for node 0 to acknowledge iteration {iteration}")
-        try:
-            answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
-        except queue.Empty:
-            raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+        answer = self._answer_to(report)
         if answer is None:
             raise OrderEndedError("the order is over, or node 0 is gone")
         assert answer.iteration == iteration
@@ -81,9 +81,23 @@ class Reports:
             raise OrderStoppedError
         activity.begins(doing)
 
+    def _answer_to(self, report: Ran) -> Acknowledged | None:
+        """None where the order is over. Raises CommunicationError."""
+        reporter = self._part.context.reporter
+        while True:
+            try:
+                answer = self._acknowledged.get(timeout=AGENT_SECONDS if reporter.gathered else ANSWER_SECONDS)
+            except queue.Empty:
+                if not reporter.gathered:
+                    raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+                reporter.send_directly(report)
+            else:
+                if answer is None or answer.iteration >= report.iteration:
+                    return answer  # an earlier report has come both ways, and been answered so
+
     def _validated(self, steps: Steps) -> None:
         assert steps.validated is not None
-        self._part.context.channel.send(Validated(self._part.order.number, Factor(*steps.validated)))
+        self._part.context.channel.send(Validated(self._part.order.order, Factor(*steps.validated)))
 
 
 def finite(number: float) -> float | None:

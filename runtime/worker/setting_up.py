@@ -18,10 +18,10 @@ from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.ranks.rank_parts import RankParts
 from slipstream.runtime.model.state.followed_part import SteppedPart
-from slipstream.runtime.model.state.holding import Holding, build_holding, keeps_parts
-from slipstream.runtime.model.state.part_state import PartState
+from slipstream.runtime.model.state.holding import Holding, build_holding
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.node_reports import Reporter
 from slipstream.runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
@@ -59,6 +59,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
+        reporter=Reporter(spec.rank, channel.send, settings.reports),
         links=Links(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
@@ -67,8 +68,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, by_rank, device, layer_store, sharing,
-                                  _FetchReports(spec.worker, channel, injector)),
+        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
@@ -93,13 +93,13 @@ def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
 
 def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader,
                  by_rank: Sequence["_RankModel"]) -> LayerStore:
-    """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
+    """What holds layers; those of each rank, too, where this process stands for several."""
     training = spec.settings.config.training
 
     def build(layers: Iterable[int], *, filled: bool) -> Holding:
         return build_holding(model, layers, training, filled=filled)
 
-    if spec.stands_for == 1 or not keeps_parts(training):
+    if spec.stands_for == 1:
         return LayerStore(build, checkpoints.load)
     ranks = [(LayerStore(partial(rank.holding, RankParts), checkpoints.load), rank.standing_in) for rank in by_rank]
     parts = [store.holding for store, _ in ranks if isinstance(store.holding, RankParts)]
@@ -107,24 +107,14 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
     return RankStores(build, checkpoints.load, ranks, holding)
 
 
-def _receivers(spec: WorkerSpec, by_rank: Sequence["_RankModel"], device: torch.device, store: LayerStore,
-               sharing: Sharing, events: ReceiverEvents) -> RankReceivers:
-    """What gets layers. A process that stands for several ranks builds them as each would."""
-    training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
+def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
+               events: ReceiverEvents) -> RankReceivers:
+    """What gets layers. A process that stands for several ranks gets those of each."""
+    training, secret = spec.settings.config.training, spec.settings.secret
 
-    def follow(of: LayerStore, part: PartState) -> SteppedPart:
-        return SteppedPart(part, of.module(part.layer), training, sharing)
-
-    if ranks == 1:
-        return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
-
-    def fresh(rank: _RankModel, layer: int) -> Holding:
-        return rank.holding(Holding, [layer], filled=False)
-
-    told = AllUpToDate(events, ranks)
-    stores = store.by_rank if keeps_parts(training) else [store] * ranks
-    return RankReceivers([LayerReceiver(partial(fresh, rank), partial(follow, of), device, secret, told)
-                          for rank, of in zip(by_rank, stores, strict=True)], store)
+    told = AllUpToDate(events, spec.stands_for)
+    follow = partial(SteppedPart, config=training, sharing=sharing)
+    return RankReceivers([LayerReceiver(of.module, follow, device, secret, told) for of in store.by_rank])
 
 
 def _ranks(spec: WorkerSpec) -> range:

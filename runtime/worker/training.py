@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated
 from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.layers.calling import Batch, on_device
 from slipstream.runtime.model.state.clipping import watches_gradients
-from slipstream.runtime.model.state.holding import keeps_parts
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.to_coordinator import Started
@@ -40,9 +40,9 @@ class Training:
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[Slices | Exchange]()
         """What has tensors of micro-batches."""
-        self._speaks_for = context.placement.spoken_for(schedule, part.worker)
+        self._writers = context.placement.writers(schedule, part.worker)
         self.steps = Steps(
-            context.layer_store.holding, training, layers=context.model.layers, speaks_for=self._speaks_for,
+            context.layer_store.holding, training, layers=context.model.layers,
             share=part.session.sum_over_all if watches_gradients(training) else None,
             staggered=schedule.optimizer == "staggered", stepped=partial(_pass_on, context))
 
@@ -63,7 +63,7 @@ class Training:
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
             before_exchange=self._reports.require_acknowledged, sample_of=part.samples)
         evaluate = self._evaluation(slices, executor, weights)
-        context.channel.send(Started(part.worker, part.order.number))
+        context.channel.send(Started(part.worker, part.order.order))
         first_traced = max(first, setup.iterations - setup.traced)
         with contextlib.suppress(OrderStoppedError):
             for iteration in range(first, setup.iterations):
@@ -154,7 +154,7 @@ class Training:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration, self._reports.save_before):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
-                context.checkpointer.save(iteration, self._whole_states())
+                context.checkpointer.save(iteration, self._whole_states)
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
@@ -162,19 +162,17 @@ class Training:
 
     def _whole_states(self) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
-        store = self._part.context.layer_store
-        if not keeps_parts(self._part.context.config.training):
-            return store.whole_states(self._speaks_for)
-        received: list[list[PartState]] = []
+        store, me, received = self._part.context.layer_store, self._part.worker, list[list[PartState]]()
         for own_rank, mine in enumerate(store.by_rank):
             received.append([])
             for layers, cut in store.holding.cuts.items():
-                for member in cut.members[1:] if cut.sharded else ():
-                    if self._part.worker == cut.members[0]:
+                for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
+                    writer = self._writers[layer]
+                    if me == writer != member:
                         received[own_rank] += unpack_parts(self._session.receive_bytes(layers, member, own_rank))
-                    elif self._part.worker == member:
-                        self._session.send_bytes(pack_parts(mine.own_parts(layers)), layers, cut.members[0], own_rank)
-        return store.whole_layers(self._speaks_for, received)
+                    elif me == member != writer:
+                        self._session.send_bytes(pack_parts(mine.own_parts(layer)), layers, writer, own_rank)
+        return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device

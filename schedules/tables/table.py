@@ -16,7 +16,6 @@ import msgspec
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import validate
 from slipstream.schedules.schedule import Schedule, Seat, Worker
-from slipstream.schedules.tables.entry_codec import decode_entry
 from slipstream.schedules.tables.file import (
     ENTRIES,
     ENTRY_KIND,
@@ -32,15 +31,14 @@ from slipstream.schedules.tables.file import (
     Programs,
     Row,
     TableError,
+    decode_entry,
     decompress,
     entry_file,
     read_index,
     read_verified,
 )
-from slipstream.schedules.tables.moves import layers_lacked
 from slipstream.schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
-from slipstream.schedules.tables.relabel import preload, relabel
-from slipstream.schedules.tables.spread import Nodes
+from slipstream.schedules.tables.relabel import Nodes, layers_lacked, preload, relabel
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """The tables that come with Slipstream, a folder for each."""

@@ -15,12 +15,13 @@ from slipstream.cli.profile import job_tables
 from slipstream.planner.job.file import Job, parse_job, read_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.network import Network
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.processes import fork_server
+from slipstream.runtime.tools.measurer import Network as MeasuredNetwork
 from slipstream.runtime.tools.profile import Profile, profile
 from slipstream.runtime.tools.stage_bench import StageProfile
 from tests.runtime.forked import own_fork_server
@@ -76,6 +77,8 @@ def test_a_job_is_measured(tmp_path) -> None:
     assert parse_run_config(after.model, after.training) == parse_run_config(before.model, before.training)
     assert plan_job(after, method="greedy").schedule.period_ticks > 0
     require_sense(after)
+    assert after.network.latency > 0 and after.network.bandwidth > 0
+    assert 0 <= after.network.slowdown < 1 and not after.network.overlap
     for stage, (again, kept) in enumerate(zip(after.memory.recomputed, after.memory.activation, strict=True)):
         assert 0 < again <= (kept if stage == 0 else 0.8 * kept), "what a block takes is little of what it computes"
     costs = layer_costs(after)
@@ -210,6 +213,10 @@ def test_how_reductions_go_is_kept_and_what_was_measured_takes_the_place_of_byte
     job = parse_job(JOB.replace("[placement]", f"[network]\n{network}\n[placement]"))
     found = parse_job(job_text(job_tables(job, measured(job)), {})).network
     assert job.network.gradients and found == Network(overlap=True, latency=1e-4)
+    links = MeasuredNetwork(latency=2e-5, bandwidth=3e9, slowdown=0.25)
+    known = msgspec.structs.replace(measured(job), network=links)
+    assert parse_job(job_text(job_tables(job, known), {})).network == Network(
+        overlap=True, latency=2e-5, bandwidth=3e9, slowdown=0.25)
 
 
 def require_sense(job: Job) -> None:

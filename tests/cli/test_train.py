@@ -280,6 +280,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--slow", "7.0=2@3"], "--slow 7.0=2@3: the job has no worker 7.0"),
     (["--return", "7.0@3"], "--return 7.0@3: the job has no worker 7.0"),
     (["--table", "/no/such"], "/no/such/index.json: cannot be read"),
+    (["--params", "/no/such.toml"], "/no/such.toml"),
     (["--resume", "/no/such"], "--resume /no/such: no checkpoint is there"),
 ])
 def test_bad_options_are_refused_in_one_line(job, arguments, says):

@@ -1,6 +1,6 @@
 """Plans as tables of AMD Primus' pipeline runner: every micro-batch gets through, and its own runner takes them.
 
-Primus is no package of an index: its runner is asked where its repository is on PYTHONPATH.
+Primus is no package of an index: its runner is asked where its repository is on PYTHONPATH, and with it Megatron Core.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from slipstream.schedules.primus import primus_table
 from slipstream.schedules.schedule import OpKind, Worker
 from tests import general
 from tests.generate import SHED, by_hand
+from tests.interop.running import run_ranks
 from tests.jobs import grid
 
 V = "[placement]\norder = 'v'\nchunks = 2\n"
@@ -150,3 +151,13 @@ def test_its_own_runner_takes_the_table(tmp_path, monkeypatch, name):
     wanted = [f"({node['func_type']}|{node['mini_batch']}|{node['chunk']})"
               for nodes in primus_table(SCHEDULES[name])["table"] for node in nodes]
     assert ran == wanted
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("primus", "megatron"))),
+                    reason="AMD Primus' repository and megatron-core are not on PYTHONPATH")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_its_handlers_and_megatrons_steps_make_the_gradients_of_one_process(tmp_path, name):
+    found = primus_table(SCHEDULES[name])
+    codec.write(SCHEDULES[name], tmp_path / "plan.json")
+    (tmp_path / "table.json").write_text(json.dumps(found))
+    run_ranks("tests.interop.primus_ranks", found["pp_size"], str(tmp_path), seconds=250)

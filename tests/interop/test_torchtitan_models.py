@@ -9,6 +9,7 @@ from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers.compiling import check_compilable
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_options import Resilience
@@ -19,12 +20,19 @@ from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
                                reason="torchtitan is not installed: make neighbours")
+pytestmark = pytest.mark.timeout(900)
 CPU = torch.device("cpu")
 
 
 def config(name="llama3/debugmodel", model=None, **training):
     return parse_run_config({"torchtitan": name, "context": 16, "options": {"attention": "sdpa", **(model or {})}},
                             {"device": "cpu", "dtype": "float64", "batch": 2, "iterations": 6, **training})
+
+
+def titans_data(folder):
+    """A data set of torchtitan, which gives positions, too."""
+    assets = str(write_assets(folder))
+    return {"data": "torchtitan", "options": {"assets": assets, "dataset": "c4_test", "dataset_path": f"{assets}/data"}}
 
 
 def whole_of(config):
@@ -38,6 +46,15 @@ def whole_of(config):
     if whole.enable_weight_tying:
         whole.tok_embeddings.weight = whole.lm_head.weight
     return model, layers, whole
+
+
+def assert_same(result, expected, tolerance):
+    """What is tied has the name of the first layer there, or of the head."""
+    assert result.losses == pytest.approx(expected.losses, abs=tolerance)
+    for parameter, value in load_parameters(result.out).items():
+        wanted = expected.parameters.get(parameter)
+        torch.testing.assert_close(value, expected.parameters["0.tok_embeddings.weight"] if wanted is None else wanted,
+                                   rtol=0, atol=tolerance)
 
 
 @installed
@@ -79,9 +96,7 @@ def test_on_cpus_attention_that_sees_documents_is_refused():
 
 @installed
 def test_its_data_are_one_stream_by_iterations_that_can_be_gone_back(tmp_path):
-    assets = write_assets(tmp_path)
-    given = config(data="torchtitan", options={"assets": str(assets), "dataset": "c4_test",
-                                               "dataset_path": str(assets / "data")})
+    given = config(**titans_data(tmp_path))
     corpus, another = load_corpus(given, (2, 1)), load_corpus(given, (2, 1))
     names = [Microbatch(iteration, pipeline, index) for iteration in range(12)
              for pipeline, count in enumerate((2, 1)) for index in range(count)]
@@ -98,15 +113,32 @@ def test_its_data_are_one_stream_by_iterations_that_can_be_gone_back(tmp_path):
 
 @installed
 def test_a_run_with_a_killed_worker_has_the_numbers_of_one_process(tmp_path):
-    assets = write_assets(tmp_path / "assets")
-    given = config(clip_norm=1.0, data="torchtitan", loss_weights="tokens", options={
-        "assets": str(assets), "dataset": "c4_test", "dataset_path": str(assets / "data")})
+    given = config(clip_norm=1.0, loss_weights="tokens", **titans_data(tmp_path / "assets"))
     job = grid(2, 2, 2)
     result = run(schedule_for(job), given, out=tmp_path / "run", resilience=Resilience(
         scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
         injections=(Injection(Worker(1, 1), 3, 1),)))
     assert len(result.recoveries) == 1
     assert_same_numbers(result, judge(given, (2, 2), 6))
+
+
+@installed
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_compiled_layers_have_the_numbers_of_others(tmp_path, name):
+    """Each decoder layer, its backward in two. Rotations are computed in float32, and rounded so."""
+    job, data = grid(2, 2, 2), titans_data(tmp_path / "assets")
+    result = run(schedule_for(job), config(name, compile=True, **data), out=tmp_path / "run", resilience=Resilience(
+        scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
+        injections=(Injection(Worker(1, 1), 3, 1),)))
+    assert len(result.recoveries) == 1
+    assert_same(result, judge(config(name, **data), (2, 2), 6), 1e-7)
+
+
+@installed
+def test_layers_that_are_given_masks_are_not_compiled():
+    given = parse_run_config({"torchtitan": "llama3/debugmodel", "context": 16}, {"compile": True})
+    with pytest.raises(ConfigError, match=r"given masks of documents, which is not tried; expected false"):
+        check_compilable(given, CPU)
 
 
 @installed
@@ -135,9 +167,4 @@ def test_workers_of_two_ranks_have_the_numbers_of_one_process(tmp_path, name):
                  resilience=Resilience(scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
                                        injections=(Injection(Worker(1, 1), 3, 1),)))
     assert len(result.recoveries) == 1
-    expected = judge(config(name, clip_norm=1.0), (2, 2), 6)
-    assert result.losses == pytest.approx(expected.losses, abs=1e-9)
-    for parameter, value in load_parameters(result.out).items():
-        wanted = expected.parameters.get(parameter)  # what is tied is named by the first layer there
-        torch.testing.assert_close(value, expected.parameters["0.tok_embeddings.weight"] if wanted is None else wanted,
-                                   rtol=0, atol=1e-9)
+    assert_same(result, judge(config(name, clip_norm=1.0), (2, 2), 6), 1e-9)

@@ -1,12 +1,14 @@
 """torchtitan's command line, with failures survived: the numbers of its own Trainer in one process."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
-import socket
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import torch
 
 from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode, decode_metrics
 from tests.interop.titan_training import write_assets
+from tests.runtime.running import below, command_environment, free_port, losses_in
 
 installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
                                reason="torchtitan is not installed: make neighbours")
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
@@ -26,23 +30,31 @@ TWO_STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipe
               "--training.local_batch_size", "4")
 
 
+def words(program, folder, *more):
+    """What Python is told for either program."""
+    return ["-m", "tests.interop.titan_cpu", program, "--module", "tests.interop.titan_config", "--config", "small",
+            "--dump_folder", str(folder), *(["--training.disable_cuda_graphs"] if program == THEIRS else []), *more]
+
+
+def environment(folder, assets, dtype):
+    folder.mkdir(parents=True, exist_ok=True)
+    return {**command_environment(), "TITAN_ASSETS": str(assets), "TITAN_METRICS": str(folder / "metrics"),
+            "TITAN_DTYPE": dtype, "OMP_NUM_THREADS": "1"}
+
+
 def start(program, folder, assets, dtype, *more):
     """One process of either program, as torchrun starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "TITAN_ASSETS": str(assets), "TITAN_METRICS": str(folder / "metrics"),
-                   "TITAN_DTYPE": dtype, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "tests.interop.titan_cpu", program, "--module",
-                           "tests.interop.titan_config", "--config", "small", "--dump_folder", str(folder), *more],
-                          cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}
+    return subprocess.run([sys.executable, *words(program, folder, *more)], cwd=ROOT,
+                          env=environment(folder, assets, dtype) | alone, capture_output=True, text=True, timeout=800,
+                          check=False)
 
 
-def train(*given):
-    done = start(*given)
+def train(program, *given):
+    done = start(program, *given)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert ("checkpoints while it trains are Slipstream's" in done.stdout + done.stderr) == (program == OURS)
 
 
 def lines(folder):
@@ -60,6 +72,11 @@ def saved(folder):
              if hasattr(one, "size")}
     load(found, checkpoint_id=path, no_dist=True)
     return found
+
+
+def orders_of(folder):
+    return [event for line in (folder / "slipstream" / EVENTS).read_bytes().splitlines()
+            if isinstance(event := decode(line), OrderGiven)]
 
 
 def assert_same(ours, theirs, dtype, steps=STEPS):
@@ -90,6 +107,7 @@ def trained(tmp_path_factory):
 
 
 @installed
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("dtype", "options"), [
     ("float64", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3",
                  "--slipstream.return", "1.1@6", "--slipstream.kill", "0.0@12"]),
@@ -98,17 +116,52 @@ def trained(tmp_path_factory):
                  "--dataloader.pause", "0.2"]),
     ("float32", ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3"]),
 ])
-def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options):
+def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options, ranks):
     theirs = trained(dtype)
-    train(OURS, tmp_path, theirs.parent / "assets", dtype, *TWO_STAGES, *options)
+    train(OURS, tmp_path, theirs.parent / "assets", dtype, *TWO_STAGES, "--parallelism.tensor_parallel_degree",
+          str(ranks), *options)
     assert_same(tmp_path, theirs, dtype)
     run = tmp_path / "slipstream"
     stepped_with = [decode_metrics(line).learning_rate for line in (run / METRICS).read_bytes().splitlines()]
     assert stepped_with == pytest.approx([one["rate"] for one in lines(theirs)], rel=1e-12)
-    orders = [event for line in (run / EVENTS).read_bytes().splitlines()
-              if isinstance(event := decode(line), OrderGiven)]
+    orders = orders_of(tmp_path)
     assert len({order.live for order in orders}) > 1  # workers have died
     assert ("--slipstream.settle" in options) == any(order.phase == "settled" for order in orders)
+
+
+@installed
+def test_of_two_machines_that_torchrun_starts_one_is_lost(trained, tmp_path):
+    """A worker dies and returns on one machine; then torchrun is killed on the other."""
+    theirs, port = trained("float64"), free_port()
+    given = environment(tmp_path, theirs.parent / "assets", "float64")
+    logs = [tmp_path / f"machine-{machine}.log" for machine in range(2)]
+    machines = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
+         str(machine), "--master-addr", "127.0.0.1", "--master-port", str(port), *words(
+             OURS, tmp_path, *TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill",
+             "0.1@2", "--slipstream.return", "0.1@4", "--dataloader.pause", "0.2")],
+        cwd=ROOT, env=given, stdout=log.open("w"), stderr=subprocess.STDOUT) for machine, log in enumerate(logs)]
+
+    def wait_until(done):
+        deadline = time.monotonic() + 240
+        while not done():
+            assert machines[0].poll() is None and time.monotonic() < deadline, logs[0].read_text()[-3000:]
+            time.sleep(0.1)
+
+    try:
+        wait_until(lambda: len(losses_in(tmp_path / "slipstream")) > 6)
+        machines[1].kill()
+        wait_until(lambda: "Training completed" in logs[0].read_text())
+    finally:
+        left = [pid for machine in machines for pid in (machine.pid, *below(machine.pid))]
+        for pid in left:  # torchrun waits five minutes for one that is lost
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for machine in machines:
+            machine.wait(20)
+    assert_same(tmp_path, theirs, "float64")
+    alive = [order.live for order in orders_of(tmp_path)]
+    assert alive[0] == 4 and min(alive) == alive[-1] == 2, alive
 
 
 @installed
@@ -124,14 +177,25 @@ def test_each_goes_on_from_the_others_checkpoint(trained, tmp_path):
     assert_same(tmp_path / "theirs", theirs, "float64", steps=10)
 
 
+REFUSED = [("--parallelism.data_parallel_shard_degree", "2"), ("--parallelism.context_parallel_degree", "2"),
+           ("--parallelism.expert_parallel_degree", "2"), ("--validator.enable",),
+           ("--training.enable_cpu_offload",), ("--training.max_norm", "0"), ("--checkpoint.create_seed_checkpoint",),
+           ("--optimizer.implementation", "fused_opt_states_bf16")]
+
+
 @installed
 def test_what_cannot_be_done_is_refused_in_one_line_before_anything_starts(tmp_path):
     write_assets(tmp_path / "assets")
-    done = start(OURS, tmp_path / "out", tmp_path / "assets", "float32", "--parallelism.data_parallel_shard_degree",
-                 "2", "--parallelism.context_parallel_degree", "2", "--compile.enable")
+    done = start(OURS, tmp_path / "out", tmp_path / "assets", "float32", *(word for words in REFUSED for word in words))
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
     assert done.returncode == 2 and len(said) == 1, done.stderr
-    for what in ("--parallelism.data_parallel_shard_degree 2", "--parallelism.context_parallel_degree 2",
-                 "--compile.enable"):
-        assert what in said[0]
+    assert [words for words in REFUSED if " ".join(words) not in said[0]] == []
     assert not (tmp_path / "out" / "slipstream").exists()
+
+
+@installed
+def test_what_torchtitan_does_not_take_is_said_in_one_line(tmp_path):
+    done = start(OURS, tmp_path / "out", tmp_path, "float32", "--training.stepz", "3")
+    said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    assert "Unrecognized options: --training.stepz, 3" in said[0]

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact
+from slipstream.planner.model.bounds import period_bound
 from slipstream.planner.model.from_job import layered_problem
 from slipstream.planner.model.problem import NoPlanError, Question
-from slipstream.planner.model.work_bounds import period_bound
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only, plan_with

@@ -11,9 +11,8 @@ from slipstream.planner.plan import plan_job, plan_with
 from slipstream.planner.recompute import recomputing
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
-from slipstream.schedules.costs import Room
 from slipstream.schedules.memory import memory_peaks, room
-from slipstream.schedules.schedule import Scope, Worker
+from slipstream.schedules.schedule import Room, Scope, Worker
 from tests.jobs import grid
 
 SLOW = Worker(1, 0)
@@ -25,13 +24,15 @@ def job(capacity, weights, more="", training=""):
                      f"weight_stash = 0.5\n{more}[training]\ntensor_parallel = 2\n{training}\n")
 
 
-@pytest.mark.parametrize(("capacity", "weights", "left"), [(6, 2, 2), (5, 1, 2), (3, 1, 1), (5, 0, 2.5)])
+@pytest.mark.parametrize(("capacity", "weights", "left"), [
+    (6, 2, 2 - 2 / 7), (5, 1, 2 - 1 / 7), (4, 1, 1.5 - 1 / 7), (5, 0, 2.5)])
 def test_there_is_half_a_device_beside_the_weights_of_both_ranks(capacity, weights, left):
+    """And beside copies of the parameters that it steps: of 7 numbers a parameter, one."""
     given = with_degraded(job(capacity, weights), [SLOW], slower=2.0)
-    assert given.memory.capacity_of == ((SLOW, left),) and given.time.slow == ((SLOW, 2.0),)
+    assert given.memory.capacity_of == ((SLOW, pytest.approx(left)),) and given.time.slow == ((SLOW, 2.0),)
     schedule = plan_job(given, [Worker(0, 1)], method="greedy", steps=120_000).schedule
-    assert memory_peaks(schedule)[SLOW] * schedule.memory.unit <= left < capacity
-    assert room(schedule, schedule.seat_of[SLOW]) * schedule.memory.unit == left
+    assert memory_peaks(schedule)[SLOW] * schedule.memory.unit <= left + 1e-9 < capacity
+    assert left - schedule.memory.unit < room(schedule, schedule.seat_of[SLOW]) * schedule.memory.unit <= left + 1e-9
     assert decode(encode(schedule)) == schedule
     if left < 2.5:
         less = replace(schedule.memory, capacity_of=(Room(SLOW, 0),))
@@ -39,11 +40,11 @@ def test_there_is_half_a_device_beside_the_weights_of_both_ranks(capacity, weigh
 
 
 def test_layers_that_move_leave_it_with_what_it_has_room_for():
-    given = with_degraded(job(7, [4, 4], "[placement]\nlayers = [2, 2]\n"), [SLOW], slower=2.0)
+    given = with_degraded(job(9, [4, 4], "[placement]\nlayers = [2, 2]\n"), [SLOW], slower=2.0)
     options = PlanOptions(method="greedy", steps=120_000, layers="move")
     schedule = plan_with(options, given, [Worker(0, 1)]).schedule
     held = sum(end - first for first, end in schedule.holds_of(schedule.seat_of[SLOW]))
-    assert 0 <= memory_peaks(schedule)[SLOW] * schedule.memory.unit <= (7 + 4) / 2 - 2 * held
+    assert 0 <= memory_peaks(schedule)[SLOW] * schedule.memory.unit <= (9 + 4) / 2 - 2 * held
 
 
 @pytest.mark.parametrize(("capacity", "weights"), [(2, 1), (1.9, 0), (3, 3), (4, 6)])
@@ -67,11 +68,12 @@ def test_where_state_is_sharded_it_steps_copies_of_what_it_keeps(masters, copies
     ("master_weights = true", 14 * 4 / 30), ("master_weights = true\nreduce_dtype = 'bf16'", 14 * 2 / 28)])
 def test_there_is_room_for_the_gradients_of_a_rank_on_their_way(training, gradients):
     """Beside micro-batches only where the worker has another stage, of which it may hold some then."""
-    assert degradable(job(gradients * 2 + 14 + 1e-6, 14, training=training)) == {0, 1}
-    assert degradable(job(max(2, gradients * 2) + 14 - 1e-6, 14, training=training)) == set()
+    copies = 0 if "master" in training else gradients
+    assert degradable(job((max(1, gradients) + copies) * 2 + 14 + 1e-6, 14, training=training)) == {0, 1}
+    assert degradable(job((max(1, gradients) + copies) * 2 + 14 - 1e-6, 14, training=training)) == set()
     both = "[placement]\norder = 'v'\nchunks = 2\n"
-    given = with_degraded(job(30, 7, both, training), [SLOW])
-    assert given.memory.capacity_of == ((SLOW, pytest.approx((30 + 14) / 2 - 14 - gradients)),)
+    given = with_degraded(job(40, 7, both, training), [SLOW])
+    assert given.memory.capacity_of == ((SLOW, pytest.approx((40 + 14) / 2 - 14 - gradients - copies)),)
 
 
 def test_a_layer_that_is_computed_again_has_its_room_on_both_ranks():
@@ -80,7 +82,7 @@ def test_a_layer_that_is_computed_again_has_its_room_on_both_ranks():
     for given in (with_degraded(recomputing(plain, [0]), [SLOW]), recomputing(with_degraded(plain, [SLOW]), [0])):
         (_, room_left), = given.memory.capacity_of
         assert given.memory.capacity == (pytest.approx(9 - 0.5 - 0.4), 9)
-        assert room_left == pytest.approx((9 + 1) / 2 - 1 - 0.5 - 0.4)
+        assert room_left == pytest.approx((9 + 1) / 2 - 1 - 1 / 7 - 0.5 - 0.4)
 
 
 def test_others_who_are_down_leave_more_state_to_each():

@@ -7,6 +7,7 @@ from slipstream.planner import failures as failures_module
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import ListParams, SearchParams
 from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
@@ -51,3 +52,12 @@ def test_the_first_answer_to_a_failure_of_a_large_job_is_the_first_plan_whatever
     small = FailurePlanner(JOB, FIRST)
     small.after((Worker(1, 1),))
     assert asked[-1].steps is None and asked[-1].slices
+
+
+def test_what_steers_the_search_is_passed_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr("slipstream.planner.failures.plan_only",
+                        lambda options, *_: asked.append(options.params) or plan_only(options, *_))
+    params = SearchParams(lists=ListParams(most_steps=9))
+    FailurePlanner(JOB, FIRST, params=params).after((Worker(1, 1),))
+    assert asked == [params]

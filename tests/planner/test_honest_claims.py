@@ -11,20 +11,19 @@ import slipstream.cli.plan as plan_command
 import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
-from slipstream.planner.bound import Bound
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.layout_bound import most_forward
+from slipstream.planner.model.problem import Bound
 from slipstream.planner.normalise import normalised, windows_of
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import BlockParams, SearchParams
 from slipstream.planner.plan import plan_job, plan_with
 from slipstream.planner.repetition import Blocks
 from slipstream.schedules import codec
 from slipstream.schedules.check import check
-from slipstream.schedules.costs import Room
-from slipstream.schedules.schedule import Scope, Worker
+from slipstream.schedules.schedule import Room, Scope, Worker
 from slipstream.schedules.tables.relabel import relabel
 from tests.jobs import grid
 
@@ -38,11 +37,9 @@ FAR = grid(2, 2, 2, times=f"{ONE}transfer = 10\n", more="[placement]\nlayers = [
 
 def test_bounds_of_different_questions_are_not_combined():
     one, other = Bound(3, Scope.STAGES), Bound(5, Scope.LAYERS)
-    assert (one | other.narrowed(Scope.STAGES)).ticks == 5
+    assert (one | Bound(5, Scope.STAGES)).ticks == 5
     with pytest.raises(AssertionError, match="not comparable"):
         one | other
-    with pytest.raises(AssertionError, match="proves nothing"):
-        one.narrowed(Scope.LAYERS)
     assert all(wide.holds_for(narrow) for narrow, wide in pairwise(Scope))
 
 
@@ -55,9 +52,9 @@ def test_a_bound_with_layers_in_place_is_none_where_they_move(method, scope):
 
 
 def test_a_large_job_in_blocks_says_that_its_bound_is_of_layers_in_place(monkeypatch):
-    monkeypatch.setattr(planner_plan, "LARGEST_MOVED", 0)
     monkeypatch.setattr(planner_plan, "blocks_within", lambda *_, **__: Blocks(2, 0.1))
-    made = plan_with(PlanOptions(layers="move", steps=200_000), FAR).schedule
+    params = SearchParams(blocks=BlockParams(largest_moved=0))
+    made = plan_with(PlanOptions(layers="move", steps=200_000, params=params), FAR).schedule
     assert made.scope is Scope.OWN and made.seconds(made.lower_bound_ticks) > 6
 
 
@@ -146,12 +143,6 @@ def test_a_bound_counts_the_room_that_workers_have():
 
 
 # --- Whole numbers --------------------------------------------------------------------------------------------------
-
-
-def test_forwards_that_memory_holds_are_counted_in_fractions():
-    assert most_forward([(29, 100)], 100) == 29
-    assert most_forward([(5, 0), (7, 2)], 0) == 5
-    assert most_forward([(0, 0)], 0) == 0
 
 
 @pytest.mark.parametrize("layers", ["fixed", "move"])

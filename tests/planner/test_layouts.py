@@ -11,9 +11,9 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
-from slipstream.planner.model.layout import Layout, MicroBatch, Stop
+from slipstream.planner.model.problem import Layout, MicroBatch, Stop
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_only, plan_with
+from slipstream.planner.plan import plan_only
 from slipstream.planner.search.engine import solve
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind, Worker
@@ -143,16 +143,6 @@ def test_a_bound_with_slices_counts_parts_of_ticks():
     assert schedule.seconds(schedule.lower_bound_ticks) == 58.75 <= schedule.seconds(schedule.period_ticks)
 
 
-def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
-    """Settled plans of a simulation tell nothing."""
-    monkeypatch.setattr("slipstream.planner.search.engine.LayoutBound", None)
-    options = PlanOptions(method="greedy", layers="move", steps=120_000)
-    made = plan_only(options, layered(4, 4, 8), [Worker(1, 2)])
-    assert made.schedule.status == "feasible"
-    with pytest.raises(TypeError):
-        plan_with(options, layered(4, 4, 8), [Worker(1, 2)])
-
-
 def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(monkeypatch):
     made = []
 
@@ -161,7 +151,7 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
             made.append(layout)
             yield layout
 
-    monkeypatch.setattr("slipstream.planner.portfolio.candidates", counted)
+    monkeypatch.setattr("slipstream.planner.plan.candidates", counted)
     counts = []
     for steps in (24_000, 800_000):
         plan_only(PlanOptions(method="greedy", layers="move", steps=steps), layered(4, 4, 8), [Worker(1, 2)])
@@ -181,3 +171,11 @@ def test_stages_that_are_uneven_are_cut_anew_with_all_workers_alive():
                     for layers in ("move", "fixed"))
     assert fixed.seconds(fixed.period_ticks) >= 16 * 4.2
     assert moved.seconds(moved.period_ticks) <= 0.95 * fixed.seconds(fixed.period_ticks)
+
+
+def test_a_layer_too_many_floats_between_the_stages_with_all_workers_alive():
+    """Nine layers over four stages: wherever they are cut, one has three, and each of its micro-batches takes 9 s."""
+    times = "".join(f"{key} = [3, 2, 2, 2]\n" for key in ("forward", "backward_input", "backward_weight"))
+    job = grid(2, 4, 16, times=times, more="[placement]\nlayers = [3, 2, 2, 2]\n")
+    schedule = plan_only(PlanOptions(layers="move", steps=400_000), job, []).schedule
+    assert schedule.seconds(schedule.period_ticks) <= 0.9 * 16 * 9

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from slipstream.planner import normalise
-from slipstream.planner.bound import Bound
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.model.problem import Bound, NoPlanError
 from slipstream.planner.normalise import candidates, normal_form, normalised, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_only

@@ -138,6 +138,7 @@ def test_one_reduction_at_a_time_on_a_link():
 
 @pytest.mark.parametrize(("given", "says"), [
     ("overlap = 1", "network.overlap is 1; expected true or false"), ("speed = 3", "speed"),
+    ("slowdown = 1", "network.slowdown is 1; expected a share, less than 1"),
     ("bandwidth = 0", "network.bandwidth is 0; expected bytes a second, more than 0"), ("latency = -1", "latency"),
     ("activation = 5", "network.activation is given without network.bandwidth"),
     ("bandwidth = 5\ngradients = 5", "network.gradients and time.all_reduce are both given; expected one of them")])
@@ -158,6 +159,13 @@ def test_times_follow_from_bytes_bandwidth_and_latency():
     job = parse_job(text)
     assert job.time.all_reduce == (2.5, 4.5) and job.time.transfer == 0.35
     assert not overlaps(job) and overlaps(parse_job(text + "\noverlap = true"))
+
+
+def test_what_reductions_take_from_compute_is_counted():
+    """Half of the 4 ticks in which a stage is reduced."""
+    free, slowed = (planned(parse_job(JOB + more)) for more in ("", "slowdown = 0.5\n"))
+    assert slowed.seconds(slowed.period_ticks) == free.seconds(free.period_ticks) + 2
+    assert slowed.status == "optimal"
 
 
 def test_few_reductions_where_each_takes_long():

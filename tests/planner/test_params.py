@@ -17,9 +17,8 @@ from slipstream.planner.params import (
     SearchParams,
     read_params,
 )
-from slipstream.planner.plan import plan_only, plan_with
-from slipstream.planner.reference import FaultFree
-from slipstream.planner.search.annealing.chain import OPERATORS
+from slipstream.planner.plan import FaultFree, plan_only, plan_with
+from slipstream.planner.search.annealing import OPERATORS
 from slipstream.planner.search.engine import solve
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker

@@ -17,8 +17,7 @@ from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.model.start_times import earliest, period, solution_period, timed
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
-from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import OpKind, Worker

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from slipstream.planner import repetition
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Clock, StepClock
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import Bound
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only, plan_with
 from slipstream.planner.repetition import (
-    SAMPLE,
     Blocks,
     Pace,
     Speed,
@@ -139,5 +139,6 @@ def test_the_pace_is_not_measured_by_a_part_that_is_hardly_any_ops():
     def ops_of(part):
         return sum(piece.problem.operations for piece in decompose(build_problem(part, down)))
 
-    assert ops_of(job) > 10 * SAMPLE and ops_of(next(blocks_of(job, ops_of(job) // SAMPLE))) < SAMPLE / 6
-    assert SAMPLE / 2 < ops_of(sample_of(job, ops_of)) < 4 * SAMPLE
+    sample = DEFAULTS.blocks.sample
+    assert ops_of(job) > 10 * sample and ops_of(next(blocks_of(job, ops_of(job) // sample))) < sample / 6
+    assert sample / 2 < ops_of(sample_of(job, ops_of, sample)) < 4 * sample

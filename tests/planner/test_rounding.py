@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact, layer_costs
-from slipstream.planner.model.from_job import layered_problem
+from slipstream.planner.model.bounds import least_of
+from slipstream.planner.model.from_job import FINEST, layered_problem, tick_of
 from slipstream.planner.model.problem import NoPlanError, Question
-from slipstream.planner.model.ticks import FINEST, tick_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.portfolio import least_of
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import ProgramOp, Worker, period_ticks

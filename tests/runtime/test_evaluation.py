@@ -71,7 +71,7 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
 
     evaluation = Evaluation(
         schedule, session=session, steps=Steps(holding, config.training, layers=model.layers, share=None,
-                                                         speaks_for=range(model.layers), staggered=False),
+                                                         staggered=False),
         slices=Slices(holding, placement.slices(schedule, worker), model, loss_scale=0.5, config=config),
         exchange=lambda one, iterations: Exchange(one, session, forms(model, config), iterations),
         feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,

@@ -329,7 +329,7 @@ class Impostor:
         self.answer(connection, self.setup(1))
 
     def give_orders_first(self, connection: socket.socket) -> None:
-        self.answer(connection, EndOrder(1), Finish(number=99, first_iteration=1, writers=()), Leave())
+        self.answer(connection, EndOrder(1), Finish(order=99, first_iteration=1, writers=()), Leave())
 
     def answer(self, connection: socket.socket, *messages) -> None:
         keys = be_asked(connection, "control").keys

@@ -1,5 +1,6 @@
 """Models by name: the numbers of transformers' own training, from its files to its files, with failures in between."""
 
+import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
@@ -396,8 +398,12 @@ def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COMPILED)
-def test_compiled_layers_give_the_gradients_of_others(kind, pretrained):
+def test_compiled_layers_give_the_gradients_of_others(kind, pretrained, monkeypatch):
     """Split into I and W, of two layers, the second of which is not compiled anew."""
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3"):  # else they are computed in float32, and rounded so
+        module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+        monkeypatch.setattr(getattr(module, f"{name}RMSNorm"), "forward", lambda self, features: functional.rms_norm(
+            features, self.weight.shape, self.weight, self.variance_epsilon))
     folder, found = pretrained(kind), []
     tokens, targets = load_corpus(configured(folder)).batch(Microbatch(0, 0, 0), 1, 16)
     for compiled in (False, True):
@@ -413,7 +419,7 @@ def test_compiled_layers_give_the_gradients_of_others(kind, pretrained):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["mixtral"])
 def test_other_kinds_are_not_compiled(kind, pretrained):
     config = configured(pretrained(kind), compile=True)
     with pytest.raises(ConfigError, match=rf"^training\.compile is true, and model\.hugging_face names a {kind}"):

@@ -59,7 +59,7 @@ class Processes:
 def test_the_next_node_0_is_told_who_has_ended_meanwhile():
     """So it can have a worker that has lost a rank go on without it."""
     link = Link()
-    agent = _NodeAgent(1, link, Processes(), StartLimit([WHOLE]), StopSignals(), notify=lambda _: None,
+    agent = _NodeAgent(1, link, Processes(), StartLimit([WHOLE]), StopSignals(), None, notify=lambda _: None,
                        grace_seconds=1.0, coordinator_timeout_seconds=60.0)
     assert agent.serve() is None
     assert link.told == [WHOLE] and link.sent == [LOST]

@@ -2,14 +2,16 @@
 
 import pytest
 
-from slipstream.schedules.schedule import OpKind
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, train
+from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import schedule_for
 from tests.runtime.test_routes import eight_layers
 
-JOB = grid(3, 2, 4, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\nall_reduce = 4",
-           more="optimizer = 1\n[placement]\nlayers = [4, 4]\n[network]\noverlap = true")
+TIMES = "forward = 4\nbackward_input = 4\nbackward_weight = 4\nall_reduce = 4"
+NETWORK = "[network]\noverlap = true"
+JOB = grid(3, 2, 4, times=TIMES, more=f"optimizer = 1\n[placement]\nlayers = [4, 4]\n{NETWORK}")
 
 
 def begins_early(schedule):
@@ -19,9 +21,26 @@ def begins_early(schedule):
 
 
 @pytest.mark.parametrize("training", [
-    {}, {"shard_optimizer": True, "clip_norm": 0.5}, {"tensor_parallel": 2}, {"recompute": "full"}])
+    {}, {"shard_optimizer": True, "clip_norm": 0.5}, {"clip_norm": 1.8}, {"tensor_parallel": 2},
+    {"recompute": "full"}], ids=["plain", "sharded and clipped", "clipped by a wrong guess", "ranks", "recomputed"])
 def test_killed_with_the_same_numbers(training, fork_server, tmp_path):
+    """One dies when it has begun a reduction, which others then wait for in vain beside what they compute; one when it
+    has stepped; and one in the middle of what comes after its first reduction."""
     assert begins_early(schedule_for(JOB)) and begins_early(schedule_for(JOB, ["1.0"]))
-    result = train([at("1.0", 1, "A"), at("0.1", 3, "stepped")], fork_server, tmp_path, job=JOB,
-                   config=eight_layers(6, **training))
-    assert result.recoveries
+    result = train([at("1.0", 1, "A"), at("0.1", 3, "stepped"), at("2.1", 4, after_reducing(["0.1", "1.0"]))],
+                   fork_server, tmp_path, job=JOB, config=eight_layers(6, **training))
+    assert dead(result) == ["1.0", "0.1", "2.1"]
+
+
+def after_reducing(failed):
+    """The place of the first op that worker 2.1 computes after it has begun a reduction."""
+    kinds = [op.kind for op in schedule_for(JOB, failed).ops(Worker(2, 1))]
+    return kinds.index(OpKind.W, kinds.index(OpKind.A))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_cut_connections_and_who_comes_back(shard, fork_server, tmp_path):
+    """Steps are undone, and gradients of a range that was reduced already are not counted twice."""
+    result = train([at("1.1", 1, "O", "cut"), at("0.0", 3, "A")], fork_server, tmp_path, job=JOB,
+                   config=eight_layers(30, shard_optimizer=shard), returns=(Return(Worker(0, 0), 8),))
+    assert dead(result) == ["0.0"] and returned(result) == ["0.0"]

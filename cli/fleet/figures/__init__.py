@@ -1,6 +1,7 @@
 """Figures of documents, most of them published ones again: one module for each, by name in `FIGURES`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from slipstream.cli.fleet.figures import (
     ablation,
@@ -24,4 +25,5 @@ FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "scaling": scaling.reproduce,
     "replicas": replicas.reproduce,
     "failure-cost": failure_cost.reproduce,
+    "failure-cost-overlapped": partial(failure_cost.reproduce, overlap=True),
 }

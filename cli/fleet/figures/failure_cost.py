@@ -27,9 +27,11 @@ ROWS = {
 """What the README calls each policy."""
 
 
-def reproduce(progress: CountCallback) -> Figure:
-    """Samples per second by policy, and the loss against the same policy with all workers alive."""
-    job = parse_job(preset(PRESET))
+def reproduce(progress: CountCallback, *, overlap: bool = False) -> Figure:
+    """Samples per second by policy, and the loss against the same policy with all workers alive.
+
+    `overlap`: with `[network] overlap`, for all of them."""
+    job = parse_job(preset(PRESET) + "\n[network]\noverlap = true\n" * overlap)
     kinds, costs = [POLICIES[name] for name in ROWS], costs_for(PARAMETERS, job.stages)
     found = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
@@ -46,10 +48,12 @@ def reproduce(progress: CountCallback) -> Figure:
         rows.append((text, f"{whole:.1f}", *(
             f"{value:.1f} ({round(100 * (value / whole - 1))} %)" for value in others)))
     return Figure(
-        name="failure-cost", title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
+        name="failure-cost" + "-overlapped" * overlap,
+        title=f"What a failure costs: {PRESET}, {job.pipelines} x {job.stages} workers",
         kind="bars", x_label="", y_label="samples per second", x=tuple(ROWS),
         series=tuple(Series(name=name, values=tuple(one.values())) for name, one in values.items()),
         header=("", *values), rows=tuple(rows), findings={}, assumptions=(
             f"the dead: {DEAD[0]}, or {', '.join(DEAD)}; they die in the first minute of a day and stay away",
             f"each plan is searched for as many counted steps as {PLAN_SECONDS:g} s of a processor have",
-            f"costs of changes for {PARAMETERS:.3g} parameters"))
+            f"costs of changes for {PARAMETERS:.3g} parameters",
+            *(["reductions go on beside compute: [network] overlap = true"] * overlap)))

@@ -5,7 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.toml import job_text
 from slipstream.schedules.tables.table import LIBRARY, library_names
 
 MEASURED = Path(__file__).parent

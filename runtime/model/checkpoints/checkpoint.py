@@ -36,7 +36,7 @@ _SAVING = re.compile(r"\.saving-(\d{1,18})")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 LayerState = Mapping[str, Tensor]
-"""What `UndoableOptimizer.layer_state` gives."""
+"""What `part_state.whole` gives."""
 Ended = Callable[["CheckpointError | None"], None]
 
 
@@ -148,13 +148,11 @@ def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identit
          ended: Ended = lambda _: None) -> Saving:
     """Start to write this worker's share of a checkpoint; training goes on.
 
-    The tensors are copied to host memory before this returns. Each layer of the model must be saved by some worker,
-    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
+    The tensors must not change meanwhile. Each layer of the model must be saved by some worker, and should be by one
+    only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
     called from a thread when this share is on the disk, with None, or has failed, with the error.
     """
-    copied = {layer: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-              for layer, state in layers.items()}
-    return Saving(folder, iteration, copied, identity, ended)
+    return Saving(folder, iteration, layers, identity, ended)
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -184,7 +182,7 @@ def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Ch
 
 
 def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """The states of some layers, on the CPU, for `UndoableOptimizer.load_layer_state`. Raises CheckpointError."""
+    """The states of some layers, on the CPU, for `part_state.as_parts`. Raises CheckpointError."""
     return {layer: _load(checkpoint, layer) for layer in layers}
 
 

@@ -27,23 +27,25 @@ _OPTIONS: Mapping[str, Any] = {
     "allow_buffer_reuse": False, "inplace_buffers": False}
 
 
-COMPILED = ("gpt2",)
+COMPILED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Kinds of models of transformers that are known to give the same numbers compiled."""
 
 
 def check_compilable(config: RunConfig, device: torch.device) -> None:
     """Raises ConfigError where layers cannot be compiled, or not on this machine."""
-    named = "training.compile is true, and"
-    if config.model.hugging_face is None and config.model.name != "gpt":
-        raise ConfigError(f"{named} model.name is {config.model.name!r}; expected a model that comes with the package, "
+    named, model = "training.compile is true, and", config.model
+    if model.torchtitan is not None:
+        _check_torchtitan(config, named)
+    elif model.hugging_face is None and model.name != "gpt":
+        raise ConfigError(f"{named} model.name is {model.name!r}; expected a model that comes with the package, "
                           "as layers of one's own may do what torch.compile does not know")
-    kind = None if config.model.hugging_face is None else read_config(config.model)["model_type"]
-    if kind is not None and kind not in COMPILED:
-        raise ConfigError(f"{named} model.hugging_face names a {kind}, whose layers are not compiled yet; expected "
-                          f"false, the GPT that comes with the package, or {', '.join(map(repr, COMPILED))}")
-    if gives_more(config.training):
+    elif gives_more(config.training):
         raise ConfigError(f"{named} document_end or data of one's own may cut attention by documents, each time "
                           "elsewhere; expected false, or neither of them")
+    kind = None if model.hugging_face is None else read_config(model)["model_type"]
+    if kind is not None and kind not in COMPILED:
+        raise ConfigError(f"{named} model.hugging_face names a {kind}, whose experts take other tokens each time; "
+                          f"expected false, or one of {', '.join(map(repr, COMPILED))}")
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
@@ -52,10 +54,18 @@ def check_compilable(config: RunConfig, device: torch.device) -> None:
         raise ConfigError(f"{named} triton is not installed; expected it: pip install triton")
 
 
+def _check_torchtitan(config: RunConfig, named: str) -> None:
+    from slipstream.runtime.model.layers.torchtitan.specification import needs_masks, trainer_config
+
+    if needs_masks(trainer_config(config.model)):
+        raise ConfigError(f"{named} attention of model.torchtitan is given masks of documents, which is not tried; "
+                          "expected false, or model.options.attention = 'sdpa'")
+
+
 def compile_layer(layer: nn.Module) -> None:
     """From now on its calls are compiled ones. What has been compiled for another layer of its kind is used again."""
     module: Any = getattr(layer, "compiled_part", layer)
-    if not getattr(module, "is_compiled_here", False):
+    if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
         module.compile(backend=_backend, fullgraph=True, dynamic=False)
 

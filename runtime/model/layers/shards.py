@@ -61,7 +61,7 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """What this rank has of a layer's whole state (`UndoableOptimizer.layer_state`)."""
+    """What this rank has of a layer's whole state (`part_state.whole`)."""
     return dict(state) if group is None else state_of_rank(state, shards, group.rank(), group.size())
 
 

@@ -59,7 +59,7 @@ class Sharing:
                 setattr(layers[other.layer].get_submodule(owner), name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A layer's state (`UndoableOptimizer.layer_state`) as it is written: without what belongs to another layer."""
+        """A layer's whole state (`part_state.whole`) as it is written: without what belongs to another layer."""
         copies = self.copies(layer)
         return {key: tensor for key, tensor in state.items() if _parameter(key) not in copies}
 

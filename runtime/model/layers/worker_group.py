@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
-from slipstream.runtime.torch_private import HashStore
+from slipstream.runtime.torch_private import HashStore, without_process_groups
 
 NAME = "slipstream"
 """Of the backend, for torch.distributed."""
@@ -251,19 +251,22 @@ def enter_group(rank: int, size: int, stands_for: int = 1) -> WorkerGroup | None
 
 @contextlib.contextmanager
 def standing_in(size: int, rank: int = 0, stands_for: int = 1) -> Iterator[None]:
-    """In here, this thread stands for one of so many ranks, to find out what that would hold and pass."""
+    """In here, this thread stands for one of so many ranks, to find out what that would hold and pass.
+
+    A process group that the program has by itself is not torch.distributed's default one meanwhile.
+    """
     if size * stands_for == 1:
         yield
         return
     before, _PRESENT.group = _PRESENT.group, WorkerGroup(rank, size, stands_for)
-    own = not distributed.is_initialized()
-    if own:
-        _make_default(rank, size)
     try:
-        yield
+        if distributed.is_initialized() and distributed.get_backend() == NAME:
+            yield
+        else:
+            with without_process_groups():
+                _make_default(rank, size)
+                yield
     finally:
-        if own:
-            distributed.destroy_process_group()
         _PRESENT.group = before
 
 

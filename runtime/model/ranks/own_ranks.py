@@ -5,47 +5,20 @@ these only, so that each process has the shards of some neighbouring ranks in on
 ranks: it passes, reduces and hands on layers as each of them would, and no other worker has to know.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream.runtime.model.layers.shards import Shard, Shards, shard_of
+from slipstream.runtime.model.layers.shards import Shards, shard_of
 from slipstream.runtime.model.passed import Form, TensorForm, TupleForm, Value, packed, rebuilt, tensors_of, unpacked
-
-Reduced = Sequence[tuple[nn.Parameter, Shard | None]]
-"""Parameters whose gradients are reduced together, in the order of their flat tensors, and how each is cut."""
 
 
 def joined_state(states: Sequence[Mapping[str, Tensor]], shards: Shards) -> dict[str, Tensor]:
     """A layer's state from that of each of these ranks. What all have alike is the first one's."""
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
             else shard.joined(torch.stack([state[key] for state in states])) for key, tensor in states[0].items()}
-
-
-@contextmanager
-def summed_by_rank(parameters: Reduced, ranks: int) -> Iterator[list[list[Tensor]]]:
-    """The gradients as each of these ranks has them, one flat tensor a dtype, to be summed in place; then put back."""
-    reduced = [(parameter, shard) for parameter, shard in parameters if parameter.requires_grad]
-    dtypes = dict.fromkeys(parameter.dtype for parameter, _ in reduced)
-    flats = [[torch.cat([_gradient(parameter, shard, rank, ranks).flatten() for parameter, shard in reduced
-                         if parameter.dtype == dtype]) for dtype in dtypes] for rank in range(ranks)]
-    yield flats
-    for place, dtype in enumerate(dtypes):
-        start = 0
-        for parameter, shard in (one for one in reduced if one[0].dtype == dtype):
-            assert parameter.grad is not None
-            shape = _gradient(parameter, shard, 0, ranks).shape
-            found = [flat[place].narrow(0, start, shape.numel()).view(shape) for flat in flats]
-            parameter.grad.copy_(found[0] if shard is None else shard.joined(torch.stack(found)))
-            start += shape.numel()
-
-
-def _gradient(parameter: nn.Parameter, shard: Shard | None, rank: int, ranks: int) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad if shard is None else shard.cut(parameter.grad, rank, ranks)
 
 
 class RankForms(NamedTuple):

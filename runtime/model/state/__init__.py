@@ -2,14 +2,13 @@
 
     holding           layers, gradients, one optimizer
     undoable_steps    steps that can be undone exactly; the optimizers there are
-    optimizer         the optimizer of whole layers; state by layer
     parameter_groups  which options of the optimizer each parameter has
     learning_rate     the learning rate of an iteration
     clipping          how far to scale a step down, or not to make it
     steps             steps that depend on the gradients of all layers, validated afterwards
     parts             which worker keeps which part of a layer's optimizer state, and a copy of which
     part_state        parts of layers' states, as they are moved and saved
-    part_optimizer    the optimizer of parts, and of float32 master weights
+    part_optimizer    the optimizer, of parts of layers, and of float32 master weights
     late_steps        steps of copies of others' parts, made once their iteration is committed
     copied_sums       where the gradients for them come
     followed_part     parts that another worker keeps, on their way here while it trains

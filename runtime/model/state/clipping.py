@@ -29,7 +29,7 @@ def watches_gradients(config: TrainingConfig) -> bool:
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
     """What to multiply all gradients by; None: make no step.
 
-    `squares` are the sums of squares of each layer's gradients (`UndoableOptimizer.squares`). Their sum is rounded
+    `squares` are the sums of squares of each layer's gradients (`PartOptimizer.squares`). Their sum is rounded
     once, so that neither their order nor who holds which layer matters: all workers come to the same bits.
     """
     norm = math.sqrt(_total(squares))

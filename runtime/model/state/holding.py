@@ -4,7 +4,7 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -18,16 +18,14 @@ from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
 from slipstream.runtime.model.layers.unfilled import moved, unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.ranks.own_ranks import summed_by_rank
 from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
 from slipstream.runtime.model.seeds import GENERATORS
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import CopiedSums
 from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer, build_optimizer
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from slipstream.runtime.model.state.parts import Cut, Elements, Span, parts_of
+from slipstream.runtime.model.state.parts import Cut, Elements, Parts, Span, parts_of
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
@@ -47,7 +45,7 @@ def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
 class Holding:
     """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place.
 
-    Where optimizers keep parts, `keep` says which; before that, and where a process trains alone, they keep all.
+    `keep` says which parts of their state it keeps; before that, and where a process trains alone, it keeps all.
     """
 
     separate: ClassVar[bool] = False
@@ -60,38 +58,25 @@ class Holding:
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie(self.modules)
         self.cuts: dict[LayerRange, Cut] = {}
-        """How each range that is reduced is cut, where optimizers keep parts."""
+        """How each range that is reduced is cut."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopiedSums()
-        self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
+        self.optimizer: PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
-        self.reduce_by(self.ranges)
+        self.reduce_by(joined_ranges((layer, layer + 1) for layer in self.modules))
 
     @property
-    def ranges(self) -> tuple[LayerRange, ...]:
-        """The layers, as ascending ranges that do not touch."""
-        return joined_ranges((layer, layer + 1) for layer in self.modules)
+    def keeps_parts(self) -> bool:
+        """See `keeps_parts`."""
+        return keeps_parts(self._config)
 
-    def change(self, layers: Collection[int], others: Iterable["Holding"] = ()) -> None:
-        """Hold exactly these layers: some that are held already, and some of others, which must not be used any more.
-
-        No step may be open here; one that is open in another holding is final. Gradients are zero afterwards.
-        """
-        others = list(others)
-        if not others and self.modules.keys() == set(layers):
-            return
-        found = {layer: module for one in (self, *others) for layer, module in one.modules.items()}
-        modules = {layer: found[layer] for layer in sorted(layers)}
-        self._sharing.tie(modules)
-        optimizer = self._build(modules)
-        for one in (self, *others):
-            if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
-                optimizer.take_over(one.optimizer)
-        self.modules, self.optimizer = modules, optimizer
-        self._gradients, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopiedSums()
-        self.reduce_by(self.ranges)
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.modules, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopiedSums()
+        self.optimizer = self._build({})
+        self.reduce_by(())
 
     def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
              parts: Sequence[PartState], after: int) -> None:
@@ -101,9 +86,13 @@ class Holding:
         that is lacking of the parameters, which are those after an iteration. Where nothing changes, all stays as it
         is: mostly, that is so of workers of other stages.
         """
-        before, held, same = self.optimizer, self.modules, self.modules == modules and self.cuts == cuts
+        before, held = self.optimizer, self.modules
         assert isinstance(before, PartOptimizer)
-        laid = self.modules == modules and _lengths(self.cuts) == _lengths(cuts)
+        laid = held == modules and _lengths(self.cuts) == _lengths(cuts)
+        same = laid and (self.cuts == cuts or not any(one.sharded for one in cuts.values()))
+        if same:  # but perhaps who speaks for all: where nothing is sharded, each keeps all
+            self.cuts = dict(sorted(cuts.items()))
+            before.own = self._parts_by(worker, Cut.own)
         if not same:
             self.modules, self.cuts = dict(sorted(modules.items())), dict(sorted(cuts.items()))
             self._sums = CopiedSums()
@@ -131,12 +120,14 @@ class Holding:
 
     def _keeping(self, worker: Worker) -> PartOptimizer:
         """What steps what a worker keeps by the cuts."""
-        def elements(layer: int) -> Elements:
-            return elements_of(self.modules[layer])
+        kept, own = self._parts_by(worker, Cut.kept), self._parts_by(worker, Cut.own)
+        return PartOptimizer(self.modules, self._config, kept, own, self._sharing,
+                             self._sums.by_layer(lambda layer: elements_of(self.modules[layer]).cut),
+                             separate=self.separate)
 
-        return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
-                             parts_of(worker, self.cuts, elements, Cut.own), self._sharing,
-                             self._sums.by_layer(lambda layer: elements(layer).cut), separate=self.separate)
+    def _parts_by(self, worker: Worker, which: Callable[[Cut, Worker], tuple[Span, ...]]) -> Parts:
+        """The parts that a worker keeps by the cuts, or its own."""
+        return parts_of(worker, self.cuts, lambda layer: elements_of(self.modules[layer]), which)
 
     def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
         """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
@@ -146,8 +137,9 @@ class Holding:
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:
-        """Where optimizers keep parts: that of each rank that this process stands for."""
-        return [self.optimizer] if isinstance(self.optimizer, PartOptimizer) else []
+        """That of each rank that this process stands for."""
+        assert isinstance(self.optimizer, PartOptimizer)
+        return [self.optimizer]
 
     def arrived(self) -> None:
         """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
@@ -163,7 +155,7 @@ class Holding:
     def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
         the ranks that this process stands for."""
-        assert own_rank == 0 or not self.cuts, "where workers keep parts, each of these ranks has a holding of its own"
+        assert own_rank == 0, "each of these ranks has a holding of its own"
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
@@ -199,42 +191,28 @@ class Holding:
     @contextmanager
     def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
         """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
-        ranks = _stands_for()
-        if ranks == 1:
-            yield [self._gradients[layers]]
-            return
-        with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
-                             for name, parameter in self.modules[layer].named_parameters()
-                             if not self._sharing.is_shared(layer, name)], ranks) as found:
-            yield found
+        yield [self._gradients[layers]]
 
     @contextmanager
     def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
         """As `summed`, of a parameter that layers share, by its first name."""
-        ranks = _stands_for()
-        if ranks == 1:
-            yield [self.shared_gradients[first]]
-            return
-        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
-        module = self.modules[mine.layer]
-        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], ranks) as found:
-            yield found
+        yield [self.shared_gradients[first]]
 
-    def squares(self, layers: Collection[int]) -> float:
-        """The sum of squares of the gradients of some layers: of each range that begins with one of them.
+    def squares(self) -> float:
+        """The sum of squares of the gradients of this worker's own parts.
 
-        For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
+        For people to look at; `PartOptimizer.squares` gives the same bits wherever a layer is.
         """
-        if worker_group() is not None or self.cuts:  # whose ranks have some parameters alike; and others have parts
-            return math.fsum(squares for layer, squares in self.optimizer.squares().items() if layer in layers)
-        found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
+        # The ranks of a group have some parameters alike; and others have parts.
+        if worker_group() is not None or any(one.sharded for one in self.cuts.values()):
+            return math.fsum(self.optimizer.squares().values())
+        layers = {layer for one in self.part_optimizers for layer, own in one.own.items() if own}
+        found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
         return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
 
-    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
-        if not keeps_parts(self._config):
-            return build_optimizer(modules, self._config, self._sharing)
+    def _build(self, modules: Mapping[int, nn.Module]) -> PartOptimizer | RankOptimizers:
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
         return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
 
@@ -264,11 +242,6 @@ class Holding:
         return parameter_digest(self.parameters())
 
 
-def _stands_for() -> int:
-    group = worker_group()
-    return 1 if group is None else group.stands_for
-
-
 def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
     """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed.
 
@@ -295,14 +268,13 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """Where optimizers keep parts: what other layers have, too, and what is of another dtype, is not cut."""
-    if keeps_parts(config):
-        keep_whole(module, [name for name, parameter in trained(module).items()
-                            if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
+    """What other layers have, too, and what is of another dtype, is not cut."""
+    keep_whole(module, [name for name, parameter in trained(module).items()
+                        if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
 
 
 def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:
-    """How many elements of each layer are trained, where workers keep parts of their state."""
+    """How many elements of each layer are trained."""
     found, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):

@@ -6,15 +6,14 @@ thread, beside what is computed, and on a GPU on a stream of its own. There are 
 by which steps are undone, and what is stepped stays at an iteration that is committed.
 """
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.beside import Beside
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.state.parameter_groups import Groups
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
@@ -43,7 +42,8 @@ class LateSteps(OptimizerSteps):
         self._stands: _Due | None = None
         """The one before it, until it is begun."""
         self._buffer = 0
-        self._beside = _Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")))
+        self._beside = Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")),
+                              "steps of copies")
 
     @property
     def free(self) -> int:
@@ -99,39 +99,3 @@ class LateSteps(OptimizerSteps):
             self._optimizer.step()
             for stepped, _ in some:
                 stepped.grad = None
-
-
-class _Beside:
-    """Work beside what a device computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """Work that reads what the device has been given to compute until now."""
-        self.wait()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="steps of copies")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                work()
-            if self._stream is not None:
-                self._stream.synchronize()
-        except BaseException as error:
-            self._error = error

@@ -1,9 +1,10 @@
-"""The optimizer of a worker that keeps parts of layers' optimizer state, or float32 master weights, or both.
+"""The optimizer of one worker: steps that can be undone bit for bit, and state that moves by parts of layers.
 
-It steps *pieces*: what a part has of one parameter, flat. Without master weights a piece is a view of the parameter;
-with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a part that is
-another worker's, of which this one is the buddy, are copies, too, and stepped late (`runtime.model.state.late_steps`):
-the parameter itself comes from the other worker, as all that is not kept here.
+Elementwise, so that it matters to no parameter who holds it. Where nothing is sharded, a worker keeps all of its
+layers. It steps *pieces*: what a part has of one parameter, flat. Without master weights a piece is a view of the
+parameter; with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a
+part that is another worker's, of which this one is the buddy, are copies, too, and stepped late
+(`runtime.model.state.late_steps`): the parameter itself comes from the other worker, as all that is not kept here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,6 @@ class _Piece(NamedTuple):
     span: Span
     """And these."""
     stepped: nn.Parameter
-    own: bool
     late: Sequence[Tensor] = ()
     """Of a copy, the buffers for its gradients."""
 
@@ -71,7 +71,7 @@ class PartOptimizer(UndoableSteps):
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
                  sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS, *, separate: bool = False) -> None:
-        self.kept, self._own, self._copied = kept, own, sums.keys()
+        self.kept, self.own, self._copied = kept, own, sums.keys()
         self._masters = config.master_weights
         self._separate = separate or self._masters
         self.writes = True
@@ -104,7 +104,8 @@ class PartOptimizer(UndoableSteps):
 
         What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
-        counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
+        counted = [piece for piece in self._pieces if piece.parameter.grad is not None
+                   and piece.part in self.own.get(piece.layer, ())
                    and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
                    and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [squares_of(gradient) for piece in counted
@@ -143,7 +144,7 @@ class PartOptimizer(UndoableSteps):
         """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
         alone. Where they are a copy, the last step must stand."""
         tensors: dict[str, Tensor] = {}
-        part = next(one for one in self.kept[layer] if one[0] <= span[0] and span[1] <= one[1])
+        part = next((one for one in self.kept.get(layer, ()) if one[0] <= span[0] and span[1] <= one[1]), span)
         if (layer, part) in self._copied:
             self._late.catch_up()
         for piece in (*self._pieces, *self._copies):
@@ -164,7 +165,7 @@ class PartOptimizer(UndoableSteps):
 
     def own_states(self, layer: int) -> list[PartState]:
         """This worker's own parts of a layer."""
-        return [self.part_state(layer, span) for span in self._own.get(layer, ())]
+        return [self.part_state(layer, span) for span in self.own.get(layer, ())]
 
     def kept_states(self) -> list[PartState]:
         """All that is kept."""
@@ -221,7 +222,7 @@ class PartOptimizer(UndoableSteps):
                 stepped = nn.Parameter(view.float() if self._masters else view.clone() if apart else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
-            yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()), late)
+            yield _Piece(layer, name, parameter, part, span, both, stepped, late)
 
     def _groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> Groups:
         """Pieces in the groups of their parameters."""

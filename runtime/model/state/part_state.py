@@ -14,8 +14,8 @@ class PartState(NamedTuple):
     """The elements [start, stop) of a layer.
 
     Tensors are flat, and have the elements of their parameter that are in the span; counters are as they are. Names are
-    those of `UndoableOptimizer.layer_state`; where the optimizer has master weights, `model.NAME` are those. What is
-    not trained is whole, and in the part that begins with element 0.
+    `model.NAME` as in the layer's state_dict, and `optimizer.SLOT.NAME`; where the optimizer has master weights,
+    `model.NAME` are those. What is not trained is whole, and in the part that begins with element 0.
     """
 
     layer: int
@@ -77,11 +77,27 @@ def name_of(key: str) -> str:
 
 
 def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> PartState:
-    """A layer's whole state (`UndoableOptimizer.layer_state`)."""
+    """A layer's whole state (`whole`). Raises ValueError where that does not fit."""
     mine = trained(module)
-    return PartState(layer, 0, elements_of(module).total, {
+    part = PartState(layer, 0, elements_of(module).total, {
         key: tensor.reshape(-1) if name_of(key) in mine and tensor.shape == mine[name_of(key)].shape else tensor
         for key, tensor in state.items()})
+    require_fits(module, part)
+    return part
+
+
+def require_fits(module: nn.Module, part: PartState) -> None:
+    """Raise ValueError unless a part has what it says of its layer's parameters."""
+    expected = {f"model.{name}": both[1] - both[0] for name, _, span in placed(module)
+                if (both := common(span, (part.start, part.stop))) is not None}
+    if part.start == 0:
+        expected |= {f"model.{name}": tensor.numel() for name, tensor in untrained(module).items()}
+    given = {key: tensor.numel() for key, tensor in part.tensors.items() if key.startswith("model.")}
+    unknown = [key for key in part.tensors if f"model.{name_of(key)}" not in expected]
+    if given != expected or unknown:
+        wrong = min([*unknown, *(key for key in given | expected if given.get(key) != expected.get(key))])
+        raise ValueError(f"a part of layer {part.layer} has {given.get(wrong, 'no')} elements of {wrong!r}; expected "
+                         f"{expected.get(wrong, 'none')}")
 
 
 def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
@@ -115,21 +131,22 @@ def put(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -
 
 
 def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
-    """A layer's whole state in host memory, from parts that have all elements."""
+    """A layer's whole state in host memory, from parts that have all elements: copies. Those from a GPU are there once
+    its present stream is done."""
     found: dict[str, Tensor] = {}
     shapes = {name: (parameter.shape, span) for name, parameter, span in placed(module)}
     for part in parts:
         for key, tensor in part.tensors.items():
             if name_of(key) not in shapes or tensor.dim() == 0:
-                found[key] = tensor.detach().cpu()
+                found[key] = tensor.detach().to("cpu", copy=True)
                 continue
             shape, span = shapes[name_of(key)]
             if key not in found:
-                found[key] = torch.empty(shape, dtype=tensor.dtype)
+                found[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             has = max(span[0], part.start), min(span[1], part.stop)
-            slice_of(found[key].view(-1), span, has).copy_(tensor.detach())
+            slice_of(found[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
     for name, tensor in untrained(module).items():
-        found.setdefault(f"model.{name}", tensor.detach().cpu())
+        found.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
     return found
 
 

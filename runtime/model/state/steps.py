@@ -16,7 +16,7 @@ twice.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.runtime.config import TrainingConfig
@@ -47,8 +47,6 @@ class Steps:
 
     Parameters
     ----------
-    speaks_for
-        The layers whose sums this worker contributes; each layer has one such worker, the others hold the same.
     layers
         How many the whole model has.
     share
@@ -60,20 +58,19 @@ class Steps:
         by.
     """
 
-    def __init__(self, holding: Holding, config: TrainingConfig, *, speaks_for: Collection[int], layers: int,
-                 share: Share | None, staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, holding: Holding, config: TrainingConfig, *, layers: int, share: Share | None, staggered: bool,
+                 stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == watches_gradients(config)
         self._holding = holding
         self._optimizer = holding.optimizer
         self._config = config
-        self._speaks_for = frozenset(speaks_for)
         self._layers = layers
         self._share = share
         self._may_guess = staggered
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
-        """The sum of squares of the gradients of the last iteration, before clipping, of the layers it speaks for."""
+        """The sum of squares of the gradients of the last iteration, before clipping, of this worker's own parts."""
         self._sums: Sums | None = None
         self._iteration = 0
         self._others_guess = False
@@ -100,16 +97,14 @@ class Steps:
         worker takes anything from the gradients any more. Raises CommunicationError, as that may."""
         self._iteration = iteration
         if self._share is None:
-            self.squares = self._holding.squares(self._holding.modules if self._holding.cuts else self._speaks_for)
+            self.squares = self._holding.squares()
             self._optimizer.step(iteration)
             until_unread()
             self._end(1.0)
             return
         until_unread()  # there may be no step, and gradients are zero afterwards
         squares = self._optimizer.squares()
-        # Of layers whose state is in parts, each has the squares of its own.
-        contribution = [squares.get(layer, 0.0) for layer in range(self._layers)] if self._holding.cuts else \
-            self._contribution(squares)
+        contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if first_rank() else 0.0])
         self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED
@@ -180,9 +175,6 @@ class Steps:
             call()
         else:
             self._when_validated.append(call)
-
-    def _contribution(self, squares: Mapping[int, float]) -> list[float]:
-        return [squares[layer] if layer in self._speaks_for else 0.0 for layer in range(self._layers)]
 
     def _end(self, factor: float | None) -> None:
         if factor is not None:

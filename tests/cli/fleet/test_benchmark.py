@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +34,18 @@ def test_seeds_side_by_side_are_those_one_after_the_other(small):
     alone = run_case(small, seeds=3, processes=1, names=names, sensitivity=False)
     assert [one.name for one in together.policies] == list(names)
     assert together == alone and together.failures > 10
+
+
+def test_a_benchmark_that_is_ended_leaves_no_process_behind():
+    """SIGTERM, as of a batch system, and SIGKILL."""
+    script = ("import time; from slipstream.cli.fleet.benchmark import _side_by_side\n"
+              "_side_by_side(lambda number: print(number, flush=True) or time.sleep(60), [0, 1], 2)")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(2):
+                process.stdout.readline()
+            process.send_signal(number)
+            process.communicate(timeout=10)  # until nobody holds the output's other end
 
 
 def test_what_is_measured_adds_up(small):

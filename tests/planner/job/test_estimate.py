@@ -11,8 +11,8 @@ from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
 from slipstream.planner.job.presets import preset, preset_names
-from slipstream.planner.job.writer import job_text
-from slipstream.planner.model.ticks import tick_of
+from slipstream.planner.job.toml import job_text
+from slipstream.planner.model.from_job import tick_of
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
 from slipstream.schedules.schedule import Worker

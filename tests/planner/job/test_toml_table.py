@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.planner.job.toml_table import JobError, TomlTable
+from slipstream.planner.job.toml import JobError, TomlTable
 
 
 def test_values_and_defaults():

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.job.file import JobError, parse_job
-from slipstream.planner.job.topology import topology_table, workers_of_nodes
-from slipstream.planner.job.writer import job_text
+from slipstream.planner.job.file import JobError, parse_job, topology_table, workers_of_nodes
+from slipstream.planner.job.toml import job_text
 from slipstream.schedules.schedule import Worker
 
 GRID = "pipelines = 2\nstages = 3\nmicrobatches = 4\n"

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from slipstream.planner.job.writer import job_text, rounded
+from slipstream.planner.job.toml import job_text, rounded
 
 
 def test_values_as_toml():

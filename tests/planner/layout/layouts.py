@@ -5,9 +5,7 @@ import itertools
 import networkx as nx
 
 from slipstream.planner.model.from_job import routes_in_place
-from slipstream.planner.model.layer_ticks import LayerTicks
-from slipstream.planner.model.layout import UNLIMITED, Layout, LiveWorker, MicroBatch
-from slipstream.planner.model.problem import Problem, Question
+from slipstream.planner.model.problem import UNLIMITED, LayerTicks, Layout, LiveWorker, MicroBatch, Problem, Question
 from slipstream.schedules.layers import total
 from slipstream.schedules.schedule import Grid, Times, VirtualStage, Worker
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import parse_job
+from slipstream.planner.model.bounds import fill_ticks, period_bound, whole_bound, work_bound
 from slipstream.planner.model.from_job import build_problem, layered_problem
 from slipstream.planner.model.problem import Question
-from slipstream.planner.model.work_bounds import fill_ticks, period_bound, whole_bound, work_bound
 from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import problem
 from tests.planner.search.brute_force import optimal_period

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.work_bounds import fill_ticks, period_bound, work_bound
+from slipstream.planner.model.bounds import fill_ticks, period_bound, work_bound
 from slipstream.schedules.schedule import Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 

@@ -8,12 +8,10 @@ import networkx as nx
 import pytest
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.layout.candidates import candidates
+from slipstream.planner.layout.candidates import candidates, lines_of, one_cut
 from slipstream.planner.layout.cpsat import improved
-from slipstream.planner.layout.cuts import lines_of, one_cut
-from slipstream.planner.layout.division import Divider
-from slipstream.planner.layout.routes import layout_of
-from slipstream.planner.model.work_bounds import work_bound
+from slipstream.planner.layout.division import Divider, layout_of
+from slipstream.planner.model.bounds import work_bound
 from slipstream.schedules.schedule import Worker
 from tests.lines_run import lines_run
 from tests.planner.layout.layouts import assert_valid, loads, problem

@@ -1,8 +1,7 @@
 """Large clusters are laid out group by group."""
 
-from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.layout.groups import groups_of
-from slipstream.planner.model.work_bounds import work_bound
+from slipstream.planner.layout.candidates import candidates, groups_of
+from slipstream.planner.model.bounds import work_bound
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.layout import LiveWorker
-from slipstream.planner.model.problem import Question
+from slipstream.planner.model.problem import LiveWorker, Question
 from slipstream.schedules.schedule import VirtualStage, Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, assign
 from slipstream.schedules.precedence import waits
 from tests.jobs import failures, jobs
 

@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.bounds import lower_bound, whole_fill
-from slipstream.planner.model.drain import Room, most_left
+from slipstream.planner.model.bounds import Shares, lower_bound, whole_fill
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
-from slipstream.planner.search.assignment import assign
 from slipstream.planner.search.cpsat import improve
 from slipstream.planner.search.engine import solve
-from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler
+from slipstream.planner.search.list_scheduler import BASELINES, DispatchRule, ListScheduler, assign
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -56,7 +54,9 @@ def test_no_more_is_left_than_memory_holds(activation, stash, capacity, count, g
         return
     exact = max(x * gradient + (x + y) * weight for x in range(1, most + 1) for y in range(count - x + 1)
                 if x * activation + y * stash <= capacity)
-    left = most_left(Room(activation, stash, capacity), most, count, gradient, weight)
+    shares = Shares(parts=1, forward=1, gradient=gradient, weight=weight, round_trip=0, activation=activation,
+                    stash=stash, room=capacity, most=count)
+    left = shares.most_left(count)
     assert exact <= left <= exact + weight + gradient
 
 

@@ -4,14 +4,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.assemble import build_schedule
-from slipstream.planner.model.decompose import NOBODY, by_runner, decompose, joined_pieces
+from slipstream.planner.model.decompose import by_runner, decompose
 from slipstream.planner.model.from_job import layered_problem, with_layout
-from slipstream.planner.model.layout import Layout, MicroBatch, Stop
+from slipstream.planner.model.problem import Bound, Layout, MicroBatch, Stop
+from slipstream.planner.search.improve import list_schedules
 from slipstream.planner.search.incumbent import divided
-from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -52,14 +51,6 @@ def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
     assert alike.copies == ((1, 2), (3, 4))
     assert [alike.named(copy, 0, 2) for copy in alike.copies] == [(0, 0), (0, 3)], "in the middle of its own"
     assert check(listed(problem)) == []
-
-
-def test_each_different_piece_stands_once_in_the_joined_one():
-    problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
-    piece = joined_pieces(problem, decompose(problem))
-    assert piece.problem.grid.microbatches == (2, 5)
-    assert piece.copies == ((0, 1), (NOBODY, 2))
-    assert not any(piece.problem.hosts(0, pipeline) for pipeline in range(2)), "its copies cannot share with others"
 
 
 def test_a_pipeline_that_runs_nothing_still_reduces_and_steps():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.bound import Bound
 from slipstream.planner.budget import STEP_SECONDS, Budget
 from slipstream.planner.compiled import ready
 from slipstream.planner.kernel import FOREVER, SPAN, Cycle, anneal, set_deadlines, set_heads
@@ -15,16 +14,14 @@ from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.problem import Bound
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.annealing.arrays import make_chain
-from slipstream.planner.search.annealing.chain import AnnealingChain, aim
-from slipstream.planner.search.annealing.pieces import anneal_pieces
-from slipstream.planner.search.assignment import assign
+from slipstream.planner.search.annealing import AnnealingChain, aim, anneal_pieces, make_chain
 from slipstream.planner.search.improve import anneal as anneal_incumbent
+from slipstream.planner.search.improve import list_schedules
 from slipstream.planner.search.incumbent import Proposals
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
-from slipstream.planner.search.list_schedules import list_schedules
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs

@@ -6,9 +6,8 @@ import pytest
 
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.search.improve import anneal
+from slipstream.planner.search.improve import anneal, list_schedules
 from slipstream.planner.search.incumbent import Annealed, Proposals, evidence
-from slipstream.planner.search.list_schedules import list_schedules
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 

@@ -9,15 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner import loops
-from slipstream.planner.bound import Bound
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.arrays import ProblemArrays
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import NoPlanError, Problem
+from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, Places, Rerouted
+from slipstream.planner.search.list_scheduler import (
+    ASSIGNMENT_RULES,
+    DispatchRule,
+    ListScheduler,
+    Places,
+    Rerouted,
+    assign,
+)
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind
 from tests.jobs import failures, jobs

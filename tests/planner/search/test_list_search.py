@@ -18,10 +18,8 @@ from slipstream.planner.model.from_job import build_problem, layered_problem, wi
 from slipstream.planner.model.problem import Question
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
-from slipstream.planner.search.assignment import ASSIGNMENT_RULES, assign
-from slipstream.planner.search.dispatch_rules import changed
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
-from slipstream.planner.search.list_search import _exchanged, search
+from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
+from slipstream.planner.search.list_search import _exchanged, changed, search
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs

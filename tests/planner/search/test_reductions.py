@@ -15,9 +15,8 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import layered_problem, with_layout
 from slipstream.planner.model.problem import Question
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.search.annealing.chain import AnnealingChain
-from slipstream.planner.search.assignment import assign
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
+from slipstream.planner.search.annealing import AnnealingChain
+from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

@@ -39,6 +39,7 @@ class Counting:
         self.lacking: dict[int, Worker] = {}
         """Layers that it needs and has not got, with who sends them."""
         self.paused = True
+        self.losses: dict[int, float] = {}
 
     def ready(self, known):
         return Ready(self.worker, "corpus", (("127.0.0.1", 1),), None, known)
@@ -57,10 +58,12 @@ class Counting:
         match message:
             case Train():
                 self.train(message)
-            case EndOrder() if self.order is not None and self.order.number == message.order:
+            case EndOrder() if self.order is not None and self.order.order == message.order:
                 self.pause()
-            case Acknowledged() if self.order is not None and not self.paused and self.order.number == message.order:
+            case Acknowledged() if self.order is not None and not self.paused and self.order.order == message.order:
                 assert message.iteration == self.reached
+                if message.committed is not None:
+                    self.losses.update([message.committed])
                 self.begun = message.iteration + 1
                 if message.save:
                     self.saves = self.begun
@@ -75,7 +78,7 @@ class Counting:
             case Finish():
                 self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
-                self.said.append(Finished(self.worker, message.number, {}))
+                self.said.append(Finished(self.worker, message.order, {}))
             case Leave():
                 self.leave()
 
@@ -89,8 +92,11 @@ class Counting:
     def train(self, order) -> None:
         schedule = decode(bytes(order.schedule))
         if self.worker not in schedule.seat_of:
-            return  # it came too late for this one
+            self.order = None  # it came too late for this one, or has nothing to do; others may take layers from it
+            return
         assert self.paused
+        if self.order is None:
+            self.layers = {}
         committed = order.first_iteration - 1
         if order.restore is not None or order.first_iteration == 0:
             assert order.restore is None or committed + 1 in self.world.checkpoints
@@ -123,7 +129,7 @@ class Counting:
 
     def begin(self) -> None:
         """It has all that it needs."""
-        self.said.append(Started(self.worker, self.order.number))
+        self.said.append(Started(self.worker, self.order.order))
         if self.begun == ITERATIONS:
             self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
             self.pause()
@@ -138,7 +144,7 @@ class Counting:
         source = self.source(worker)
         if source is None:
             self.pause("the source of a layer is gone")
-        elif worker not in self.members or (source.order is not None and source.order.number == self.order.number):
+        elif worker not in self.members or (source.order is not None and source.order.order == self.order.order):
             assert layer in source.layers
             self.layers[layer] = self.order.first_iteration
             del self.lacking[layer]
@@ -149,7 +155,7 @@ class Counting:
     def pause(self, reason=None) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, reason))
+            self.said.append(Paused(self.worker, self.order.order, self.ranges(), None, reason))
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
@@ -159,14 +165,14 @@ class Counting:
             self.fetch()
             return
         if self.reached >= self.begun or not all(
-                other is not None and other.order is not None and other.order.number == self.order.number
+                other is not None and other.order is not None and other.order.order == self.order.order
                 and other.begun >= self.begun and not other.lacking for other in self.met()):
             return
         self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
         self.reached = self.begun
-        self.world.stepped(self.order.number, self.reached, self.worker, saves=self.saves == self.reached)
+        self.world.stepped(self.order.order, self.reached, self.worker, saves=self.saves == self.reached)
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
-        self.said.append(Ran(self.worker, self.order.number, self.reached,
+        self.said.append(Ran(self.worker, self.order.order, self.reached,
                              float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
 
     def lose_coordinator(self) -> None:
@@ -178,8 +184,8 @@ class Counting:
     def known(self):
         if self.order is None:
             return Known(0, (), -1, (), None, False)
-        return Known(self.order.number, self.failed, self.reached, self.ranges(), None, False,
-                     self.order.first_iteration - 1)
+        return Known(self.order.order, self.failed, self.reached, self.ranges(), None, False,
+                     self.order.first_iteration - 1, self.losses)
 
 
 class Rank(Counting):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 
 from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
 from slipstream.runtime.coordinator.effects import GoBack, Send
@@ -54,7 +55,8 @@ class World:
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
         self.happening, self.unknown = [], set()
-        self.losses = LossFile(out, 0, None)
+        self.disk, self.unwritten = random.Random(len(WORKERS)), []
+        self.losses = LossFile(out, 0, None, write=self.unwritten.append)
         self.state = self.started(None)
 
     def started(self, rejoining):
@@ -79,7 +81,7 @@ class World:
 
     def happens(self, event) -> None:
         answers = []
-        if isinstance(event, Finished) and event.order == self.state.number \
+        if isinstance(event, Finished) and event.order == self.state.order \
                 and self.state.members.difference(self.state.phase.finished) == {event.worker}:
             self.checkpoints.append(self.saving)
         self.state, effects = transition(RULES, self.state, event, self.now)
@@ -120,8 +122,10 @@ class World:
         self.happens(Lost(worker, f"{worker} was killed", self.now))
 
     def restart(self) -> None:
-        """The coordinator is gone, and another one looks for the workers."""
+        """The coordinator is gone with what it had not written, and another one looks for the workers."""
         self.restarts += 1
+        self.write(self.disk.randint(0, len(self.unwritten)))
+        self.unwritten.clear()
         self.savers.clear()  # where nobody is left of a run, orders are numbered anew
         self.happening.clear()
         everyone = frozenset(WORKERS)
@@ -129,17 +133,24 @@ class World:
                                             began=self.now))
         self.lose_coordinator()
 
+    def write(self, number) -> None:
+        """So much of what waits is written."""
+        for _ in range(number):
+            self.unwritten.pop(0)()
+
     def lose_coordinator(self) -> None:
         for one in self.workers.values():
             one.lose_coordinator()
 
     def took_over(self, found) -> None:
         """With those that have come; the others are too late."""
-        for unwritten in found.unwritten:
-            # The coordinator that is gone has decided to go back, and told nobody: so does this one (see `Commits`).
-            assert self.went_back
-            self.losses.write(unwritten, math.nan, None, 0.0)
-            self.unknown.add(unwritten)
+        self.losses.go_back(found.unwritten.start)
+        for unwritten, loss in zip(found.unwritten, found.losses[len(found.losses) - len(found.unwritten):],
+                                   strict=True):
+            self.losses.write(unwritten, loss, None, 0.0)
+            if math.isnan(loss):  # whoever was told of it first is dead, or all have gone back
+                assert self.deaths or self.went_back
+                self.unknown.add(unwritten)
         for worker in list(self.workers):
             if worker not in found.holds:
                 self.forget(worker)
@@ -184,6 +195,7 @@ class World:
         if rng.random() < 0.002:
             self.restart()
         self.now += ACT_SECONDS
+        self.write(len(self.unwritten) * (self.disk.random() < 0.1))
         while self.happening:
             self.happens(self.happening.pop(0))
         if self.taking_over is None or self.taking_over.known:

@@ -123,8 +123,8 @@ class Talker:
             case Setup():
                 self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
             case Train() if self.worker not in message.failed:
-                self.say(Started(self.worker, message.number))
-                self._run(message.number, message.first_iteration)
+                self.say(Started(self.worker, message.order))
+                self._run(message.order, message.first_iteration)
             case Acknowledged():
                 self._run(message.order, message.iteration + 1)
             case EndOrder():
@@ -132,7 +132,7 @@ class Talker:
             case ReportStatus():
                 self.say(self.status)
             case Finish():
-                self.say(Finished(self.worker, message.number, {"weight": "a"}))
+                self.say(Finished(self.worker, message.order, {"weight": "a"}))
 
     def _run(self, order, iteration):
         if iteration == self._stops_before:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ import pytest
 from slipstream.runtime.coordinator import background
 from slipstream.runtime.coordinator.background import DiedError, in_process, in_thread
 from slipstream.runtime.errors import RunError
-from slipstream.schedules.errors import NoScheduleError
+from slipstream.schedules.schedule import NoScheduleError
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -58,6 +59,19 @@ def test_a_process_that_hangs_is_not_waited_for(monkeypatch):
         return "done here"
 
     assert answer(in_process, work) == "done here"
+
+
+def test_a_process_answers_beside_many_connections():
+    """Those of 1,000 workers take up the low descriptors, which are all that select.select knows."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        assert answer(in_process, lambda: "found") == "found"
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_process_plans_and_leaves_nothing_open():

@@ -1,5 +1,6 @@
 """The short form of `python -m benchmarks.scale.chaos`: nodes and workers fail in virtual time, and all come back."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,16 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 WORKERS, FAULTS = 64, 25
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(seed, tmp_path, monkeypatch):
+def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "FAULTS", chaos.FAULTS | {"node 0": 15, "rack": 8})
-    found = chaos.chaos(WORKERS, FAULTS, seed, tmp_path)
-    assert found["deaths"] > FAULTS - 10 and found["orders"] > 10 and found["undone"] and found["node 0"]
-    assert found["longest"] < chaos.PATIENCE
+    found = Counter[str]()
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        one = chaos.chaos(WORKERS, FAULTS, seed, folder)
+        assert one["deaths"] > FAULTS - 10 and one["orders"] > 10 and one["longest"] < chaos.PATIENCE
+        found.update(one)
+    assert found["undone"] and found["node 0"] > 1
 
 
 def test_one_that_gives_up_who_lives_is_found_out(tmp_path, monkeypatch):

@@ -27,3 +27,9 @@ def test_where_the_workers_know_by_themselves_none_is_asked_for():
     timer = CheckpointTimer(automatic=False).order_begins(1000.0)
     assert not timer.due(1e6)
     assert len(timer.saved(7, 1.0).costs) == 1
+
+
+def test_another_coordinator_waits_no_longer_than_the_one_before_it_would_have():
+    """Else a run whose node 0 dies often would never have a checkpoint written."""
+    timer = CheckpointTimer(automatic=True).after(7, 2.0, 1000.0).order_begins(1000.0 + 2.0 / SHARE - 1.0)
+    assert not timer.due(1000.0 + 2.0 / SHARE - 1.0) and timer.due(1000.0 + 2.0 / SHARE + 1.0)

@@ -26,7 +26,7 @@ class Played:
     """What has happened in some runs, all of which have ended as they may."""
 
     def __init__(self, kind, seeds, folder, deadly=0.016) -> None:
-        self.restarts = self.back = self.deaths = self.ended = self.told = self.saved = 0
+        self.restarts = self.back = self.deaths = self.ended = self.told = self.saved = self.unknown = 0
         self.partial = self.moved = 0
         self.fewest = set()
         for seed in seeds:
@@ -49,6 +49,7 @@ class Played:
             self.ended += 1
             assert world.told_to_leave, (seed, "it has ended early")
             return
+        world.write(len(world.unwritten))
         lines = [json.loads(line) for line in world.out.read_text().splitlines()]
         assert [line["iteration"] for line in lines] == list(range(ITERATIONS)), seed
         assert all(line["loss"] == line["iteration"] or (line["loss"] is None and line["iteration"] in world.unknown)
@@ -56,6 +57,7 @@ class Played:
         self.told += world.told_to_leave
         self.restarts, self.back = self.restarts + world.restarts, self.back + world.went_back
         self.deaths += world.deaths
+        self.unknown += len(world.unknown)
         self.saved += world.saved
         self.partial, self.moved = self.partial + world.partial, self.moved + world.moved
 

@@ -87,7 +87,8 @@ def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
         return Ready(WORKER, "corpus", (("a", 1),), known=Known(order, (WORKER,), iteration, layers, None, **more))
 
     ahead, behind = known(3, 8, ((0, 3),), pending=True), known(3, 7, ((0, 3),), pending=False, losses={7: 1.5})
-    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, ((0, 3),), None, pending=True, losses={7: 1.5})
+    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, ((0, 3),), None, pending=True, losses={7: 1.5},
+                                                      behind=True)
     assert reports.both(known(4, 7, ((0, 3),), pending=False), behind).known.layers == ()  # one has not got the order
     assert reports.take(WORKER, 0, ahead) is None and reports.incomplete == [WORKER]
     assert reports.take(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None and not reports.incomplete

@@ -86,7 +86,7 @@ class World:
 
     def run(self, iterations: int) -> None:
         for _ in range(iterations):
-            schedule, number, speeds = self.schedule, self.order.number, {SLOW: self.factor}
+            schedule, number, speeds = self.schedule, self.order.order, {SLOW: self.factor}
             window = period_at(schedule, speeds) / 100
             for worker in schedule.seat_of:
                 self.happens(Ran(worker, number, self.iteration, 1.0, window, self.times(worker)))
@@ -97,7 +97,7 @@ class World:
                 for worker in schedule.seat_of:
                     held = tuple((layer, layer + 1) for layer in sorted(PLACEMENT.held(schedule, worker)))
                     self.happens(Paused(worker, number, held, None, None))
-                assert self.order.number == number + 1
+                assert self.order.order == number + 1
             self.acknowledged.clear()
 
     def times(self, worker: Worker) -> tuple[OpTime, ...]:
@@ -145,9 +145,9 @@ def test_it_sheds_work_then_settles_and_goes_back_once_the_worker_has_recovered(
     world.factor = 1.0
     world.run(40)
     assert world.phases[-1] == "whole" and not world.moved and world.schedule == FIRST
-    orders = world.order.number
+    orders = world.order.order
     world.run(40)
-    assert world.order.number == orders, "it stays so"
+    assert world.order.order == orders, "it stays so"
 
 
 def test_it_settles_where_shedding_alone_gains_nothing():
@@ -197,7 +197,7 @@ def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
     assert world.schedule.failed == (SLOW,) and not check(world.schedule)
     assert world.state.everyone == FIRST.seat_of.keys(), "it may come in again"
     world.run(40)
-    assert len(world.of(FetchBegun)) == 1 and world.order.number == 2, "what it could join has nothing for it"
+    assert len(world.of(FetchBegun)) == 1 and world.order.order == 2, "what it could join has nothing for it"
 
 
 def idle(worker, schedule):

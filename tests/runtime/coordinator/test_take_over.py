@@ -28,7 +28,7 @@ def taking(last, *workers, gone=(), first=0):
 def test_what_was_written_is_committed_whether_or_not_it_was_acknowledged():
     for last in (6, 7):
         found = taking(last, known(7), known(7), known(7)).found()
-        assert (found.number, found.committed, found.missing) == (3, last, ()) and set(found.holds) == set(ALL)
+        assert (found.order, found.committed, found.missing) == (3, last, ()) and set(found.holds) == set(ALL)
         assert found.holds[ONE] == frozenset({0, 1})
 
 
@@ -61,7 +61,7 @@ def test_who_follows_the_last_order_has_its_factor_for_those_who_have_not_heard_
 def test_what_cannot_be_brought_to_the_last_commit_does_not_count():
     """As where the others had gone back to a checkpoint, and it had not heard of that."""
     found = taking(3, known(3, order=4, begun=3), known(9, order=3)).found()
-    assert found.number == 4 and found.committed == 3
+    assert found.order == 4 and found.committed == 3
     assert found.holds == {ONE: frozenset({0, 1}), OTHER: frozenset()}
 
 
@@ -69,6 +69,14 @@ def test_who_has_begun_an_order_cannot_go_back_beyond_its_beginning():
     """Also where the losses are not known, and another has not heard of the order."""
     found = taking(None, known(6, order=4, begun=6), known(7, order=3, begun=2)).found()
     assert found.committed == 6 and all(found.holds.values())
+
+
+def test_lines_that_were_given_up_and_not_removed_yet_count_for_nothing():
+    """All have gone back to 3; the file goes on to 50. What they were told of is taken from them."""
+    found = taking(50, known(6, order=4, begun=3), known(5, order=4, begun=3)).found()
+    assert found.committed == 5 and all(found.holds.values())
+    found = taking(2, known(6, losses={3: 3.0, 4: 4.0}), known(6, losses={4: 4.0, 5: 5.0})).found()
+    assert found.committed == 5 and found.losses == (1.0, 1.0, 1.0, 3.0, 4.0, 5.0)
 
 
 def test_all_members_are_waited_for_but_for_those_that_died_with_the_last_coordinator():

@@ -13,7 +13,14 @@ from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUS
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.transition import LONGEST_PAUSE_SECONDS, Disconnected, Look, Lost, transition
+from slipstream.runtime.coordinator.transition import (
+    LONGEST_PAUSE_SECONDS,
+    Disconnected,
+    Look,
+    Lost,
+    Reports,
+    transition,
+)
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Event, NodeLost
 from slipstream.runtime.failure_domains import FailureDomains
@@ -29,8 +36,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.codec import decode
-from slipstream.schedules.errors import NoScheduleError
-from slipstream.schedules.schedule import COMPUTE_KINDS, Seat, Worker
+from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.driving import prepared
 from tests.runtime.running import schedule_for
@@ -83,7 +89,7 @@ class Run:
         self.state = begun(self.rules, CommitLog(), self.now)
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
-        assert self.state.number == 1
+        assert self.state.order == 1
 
     def happens(self, *events):
         for event in events:
@@ -135,7 +141,7 @@ class Run:
     def paused(self, workers=MEMBERS):
         for worker in workers:
             held = (2 * worker.column, 2 * worker.column + 2)
-            self.happens(Paused(worker, self.state.number, (held,), None, None))
+            self.happens(Paused(worker, self.state.order, (held,), None, None))
 
     def can_read(self, worker, *iterations):
         self.happens(Checkpoints(worker, iterations))
@@ -167,7 +173,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.paused()
     order = run.last(Train)
     assert order == run.last(Train, BACK)
-    assert order.number == 2 and order.first_iteration == 3 and order.fetch == FIRST_FETCH and order.moves == ()
+    assert order.order == 2 and order.first_iteration == 3 and order.fetch == FIRST_FETCH and order.moves == ()
 
 
 def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(run):
@@ -205,7 +211,7 @@ def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
     assert run.ran(1) == [True] * 3
     run.paused()
     order = run.last(Train)
-    assert order.number == 2 and order.fetch == 0 and [move.target for move in order.moves] == [BACK, BACK]
+    assert order.order == 2 and order.fetch == 0 and [move.target for move in order.moves] == [BACK, BACK]
 
 
 def test_a_failure_goes_before_who_comes_back(run):
@@ -216,7 +222,7 @@ def test_a_failure_goes_before_who_comes_back(run):
     assert run.last(EndOrder) == EndOrder(1) and run.last(EndOrder, BACK) is None
     run.paused(MEMBERS[:2])
     order = run.last(Train)
-    assert order.number == 2 and order.fetch == 0 and order.moves == ()
+    assert order.order == 2 and order.fetch == 0 and order.moves == ()
     assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
     run.happens(Look())
     assert run.last(Fetch).number == 2 * NUMBERS + 1 and run.last(Fetch).order == 2 and run.last(Fetch).moves
@@ -243,16 +249,16 @@ def test_between_orders_that_end_before_anybody_has_begun_pauses_grow(run):
     """A connection that is refused may be refused again, and leave something behind each time."""
     given = []
     for _ in range(2000):
-        if len(given) < run.state.number:
+        if len(given) < run.state.order:
             given.append(run.state.recovery.ordered_at)
             for worker in MEMBERS:
-                run.happens(Paused(worker, run.state.number, ((0, 4),), None, "refused"))
+                run.happens(Paused(worker, run.state.order, ((0, 4),), None, "refused"))
         run.now += 0.25
         run.happens(Look())
     pauses = [later - at for at, later in itertools.pairwise(given)]
     assert max(pauses[:2]) <= 0.25 and pauses[2:7] == [0.5, 1.0, 2.0, 4.0, 8.0] and max(pauses) == LONGEST_PAUSE_SECONDS
     run.now += LONGEST_PAUSE_SECONDS
-    run.happens(Look(), Started(MEMBERS[0], run.state.number + 1))
+    run.happens(Look(), Started(MEMBERS[0], run.state.order + 1))
     run.paused()
     assert run.state.vain == 0
 
@@ -265,15 +271,15 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
     one, other, *others = WIDE_MEMBERS
     run.lost(one, "killed", 1.0)
     run.paused([other, *others])
-    assert run.planner.asked == [(one, BACK)] and run.last(Train, other).number == 1
+    assert run.planner.asked == [(one, BACK)] and run.last(Train, other).order == 1
     run.lost(other, "killed", 2.0)
     run.planner.answer((one, BACK))
     run.happens(Look())
-    assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).number == 1
+    assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).order == 1
     run.planner.answer((one, other, BACK))
     run.happens(Look())
     order = run.last(Train, others[0])
-    assert order.number == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
+    assert order.order == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
 
 
 def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
@@ -285,9 +291,9 @@ def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
     run.paused([other])
     run.happens(Disconnected(other))
     run.paused(others)
-    assert run.last(Train, others[0]).number == 1
+    assert run.last(Train, others[0]).order == 1
     run.lost(other, "killed", 2.0)
-    assert run.last(Train, others[0]).number == 2 and run.last(Train, other).number == 1
+    assert run.last(Train, others[0]).order == 2 and run.last(Train, other).order == 1
     for worker in others:
         run.started(worker, 2)
     assert [recovery.dead for recovery in run.recoveries] == [(one, other)]
@@ -331,10 +337,10 @@ def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
     run.paused(MEMBERS[:2])
     first = (Worker(1, 0), BACK)
     run.ready(Worker(1, 0))
-    assert run.planner.asked == [first] and run.last(Train).number == 1
+    assert run.planner.asked == [first] and run.last(Train).order == 1
     run.planner.answer(first)
     run.happens(Look())
-    assert run.last(Train).number == 2 and run.state.number == 2
+    assert run.last(Train).order == 2 and run.state.order == 2
     assert run.planner.asked == []
     run.happens(Look())
     assert run.last(Fetch).order == 2 and run.last(Fetch).moves
@@ -397,10 +403,10 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     assert all(run.last(ReportCheckpoints, worker) for worker in (Worker(0, 0), Worker(1, 0), BACK))
     run.can_read(Worker(0, 0), 0, 2)
     run.can_read(BACK, 0, 1)
-    assert run.state.number == 1
+    assert run.state.order == 1
     run.can_read(Worker(1, 0), 0, 99)
     order = run.last(Train)
-    assert order == run.last(Train, BACK) and order.number == 2 and order.first_iteration == 2
+    assert order == run.last(Train, BACK) and order.order == 2 and order.first_iteration == 2
     assert order.restore == ((Worker(0, 0), (0, 1, 2, 3)),)
     assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
                                    LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
@@ -428,7 +434,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
     run.happens(Look())
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)
-    assert run.last(Train).number == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
+    assert run.last(Train).order == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
     recovery = [run.started(worker, 3) for worker in sorted(run.state.members)][-1]
     assert (recovery.went_back_to, recovery.repeated) == (1, 2)
 
@@ -440,7 +446,7 @@ def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for
     run.can_read(BACK, 0, 2)
     run.now += going_back.ANSWER_SECONDS / 2
     run.happens(Look())
-    assert run.state.number == 1
+    assert run.state.order == 1
     run.now += going_back.ANSWER_SECONDS
     run.happens(Look())
     assert run.last(Train).first_iteration == 2 and dict(run.last(Train).restore).keys() == {BACK}
@@ -469,7 +475,7 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
     run.ready(idle)
     run.fetch_up_to_date(FIRST_FETCH)
     run.ran(1), run.ran(2), run.paused()
-    assert run.state.number == 2 and run.last(Train, idle) is not None
+    assert run.state.order == 2 and run.last(Train, idle) is not None
 
     def ran(worker, iteration):
         run.happens(Ran(worker, 2, iteration, 0.0, 1.0))
@@ -478,4 +484,14 @@ def test_nobody_goes_on_before_one_has_reported_that_runs_no_microbatch():
         ran(worker, 3)
     assert [run.last(Acknowledged, worker).order for worker in MEMBERS] == [1, 1, 1]
     ran(idle, 3)
-    assert [run.last(Acknowledged, worker) for worker in (*MEMBERS, idle)] == [Acknowledged(2, 3)] * 4
+    assert [run.last(Acknowledged, worker) for worker in (*MEMBERS, idle)] == [
+        Acknowledged(2, 3, committed=(3, 0.0))] * 4
+
+
+def test_reports_that_a_node_has_gathered_are_acknowledged_in_one_message():
+    run = Run()
+    late, mine = Ran(MEMBERS[0], 0, 0, 0.0, 1.0), [Ran(worker, 1, 0, 0.0, 1.0) for worker in MEMBERS]
+    run.state, effects = transition(run.rules, run.state, Reports((late, *mine)), run.now)
+    assert [one for one in effects if isinstance(one, Send)] == [
+        Send((MEMBERS[0],), Acknowledged(0, 0)), Send(tuple(MEMBERS), Acknowledged(1, 0, committed=(0, 0.0)))]
+    assert run.log.next_iteration == 1

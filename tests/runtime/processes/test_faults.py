@@ -102,3 +102,15 @@ def test_a_worker_that_somebody_kills_takes_part_again_and_the_numbers_are_the_s
 
     told = train_until(happened, fork_server, tmp_path, config=tiny(iterations=10_000), faults_per_hour=2)
     assert "worker 0.0 is started again in 1 s: 1 fault within an hour" in [one.text for one in told.of(Noted)]
+
+
+def test_another_node_0_counts_those_of_the_one_before_it():
+    """Also where the machine was started again, and another clock with it."""
+    left = []
+    for fault in range(3):
+        manager = ProcessManager(None, {}, faults_per_hour=2, crashes=left[-1] if left else (), keep=left.append)
+        said = []
+        manager.connect(lambda *_: None, said.append)
+        manager._crashed(ONE)
+        assert len(left[-1][0][1]) == fault + 1
+    assert said == ["worker 0.0 stays out: 3 faults within an hour"]

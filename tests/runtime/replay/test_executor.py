@@ -1,6 +1,7 @@
 """One worker in this process, and the order in which several exchange tensors."""
 
 import gc
+import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -12,15 +13,17 @@ from hypothesis import given, settings
 from slipstream.runtime.model.computing.slices import Slices, TensorForm, forms
 from slipstream.runtime.model.data.data import load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
-from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.replay.executor import BeforeOp, Executor
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Links, OrderEndedError, Session
+from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.precedence import op_key, producers
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
@@ -30,40 +33,120 @@ from tests.runtime.running import judge, schedule_for, tiny
 CPU = torch.device("cpu")
 
 
+class Lone:
+    """A worker that has everything, in this process."""
+
+    def __init__(self, schedule: Schedule, iterations: int, before_op: BeforeOp = lambda *_: None) -> None:
+        config, worker = tiny(), Worker(0, 0)
+        self.store, _ = host_store()
+        self.session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=CPU, store=self.store)
+        model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
+        placement = place(schedule.grid, model.layers)
+        self.session.connect(placement.sharers(schedule, worker, sharing_of(model)))
+        holding = build_holding(model, placement.held(schedule, worker), config.training)
+        holding.reduce_by(placement.reduced(schedule, worker))
+        self.slices = Slices(holding, placement.slices(schedule, worker), model,
+                             loss_scale=1 / schedule.grid.microbatches[0], config=config)
+        self.recorder = Recorder(CPU, 0.0)
+        self._executor = Executor(
+            schedule, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
+            steps=Steps(holding, config.training, layers=model.layers, share=None,
+                        staggered=True),
+            exchange=Exchange(schedule, self.session, [forms(model, config)[cut] for cut in placement.cuts],
+                              range(iterations)),
+            feed=partial(load_corpus(config).batch, batch=1, context=16))
+
+    def run(self, iterations: int) -> list[float]:
+        losses = []
+        for iteration in range(iterations):
+            self.recorder.begin(0, traced=True)
+            losses.append(self._executor.run(iteration))
+        return losses
+
+
 @pytest.mark.parametrize("backward", ["split", "fused"])
 def test_a_lone_worker_runs_its_program_as_it_stands(backward):
-    job, config, worker = grid(1, 1, 3), tiny(), Worker(0, 0)
-    schedule = schedule_for(job, backward=backward)
-    store, _ = host_store()
-    session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=CPU, store=store)
-    session.connect({(0, 4): [worker]})
-    model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
-    placement = place(schedule.grid, model.layers)
-    holding = build_holding(model, placement.held(schedule, worker), config.training)
-    slices = Slices(holding, placement.slices(schedule, worker), model, loss_scale=1 / 3, config=config)
-    recorder = Recorder(CPU, 0.0)
-    executor = Executor(schedule, slices=slices, session=session, recorder=recorder,
-                        steps=Steps(holding, config.training, speaks_for=range(model.layers), layers=model.layers,
-                                    share=None, staggered=True),
-                        exchange=Exchange(schedule, session,
-                                          [forms(model, config)[cut] for cut in placement.cuts], range(3)),
-                        feed=partial(load_corpus(config).batch, batch=1, context=16))
-    losses = []
-    for iteration in range(3):
-        recorder.begin(0, traced=True)
-        losses.append(executor.run(iteration))
-    assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
-    program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
-    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in recorder.ops()] == program
-    assert slices.runners[0].in_flight() == 0
-    session.close()
-    del store
+    schedule = schedule_for(grid(1, 1, 3), backward=backward)
+    lone = Lone(schedule, 3)
+    assert lone.run(3) == pytest.approx(judge(tiny(), (3,), 3).losses, abs=1e-12)
+    program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(Worker(0, 0))]
+    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.ops()] == program
+    assert lone.slices.runners[0].in_flight() == 0
+    lone.session.close()
+
+
+class TestReductionsBesideCompute:
+    """Of a worker that has layers to compute after it has begun to reduce others."""
+
+    SCHEDULE = schedule_for(grid(1, 1, 3, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
+                                                "all_reduce = 2", more="[network]\noverlap = true\n"
+                                                                      "[placement]\nlayers = [4]"))
+    KINDS = tuple(op.kind for op in SCHEDULE.ops(Worker(0, 0)))
+
+    def test_go_on_while_it_computes(self, monkeypatch):
+        later, began, ended = threading.Event(), list[int](), list[int]()
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            if place == self.KINDS.index(OpKind.A) + 1:
+                later.set()
+            if kind is OpKind.O:
+                began.append(len(ended))
+
+        def summed(*_: object) -> None:
+            assert later.wait(20), "it is waited for before something else is begun"
+            ended.append(1)
+
+        lone = Lone(self.SCHEDULE, 2, before_op)
+        monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
+        assert lone.run(2) == pytest.approx(judge(tiny(), (3,), 2).losses, abs=1e-12)
+        assert len(ended) == 2 * self.KINDS.count(OpKind.A)
+        starts = [op.start_seconds for op in lone.recorder.ops() if op.kind is OpKind.A]
+        assert starts == sorted(starts), "one after the other"
+        assert all(op.end_seconds <= lone.recorder.ops()[-1].start_seconds for op in lone.recorder.ops()[:-1])
+        lone.session.close()
+
+    def test_fail_as_if_it_had_waited(self, monkeypatch):
+        lone = Lone(self.SCHEDULE, 1)
+
+        def fails(*_: object) -> None:
+            raise CommunicationError("nobody is there")
+
+        monkeypatch.setattr(lone.session, "sum_over_sharers", fails)
+        with pytest.raises(CommunicationError, match="nobody is there"):
+            lone.run(1)
+        lone.session.drain()
+        lone.session.close()
+
+    def test_change_nothing_any_more_once_the_session_has_drained(self, monkeypatch):
+        """One is under way when the order ends, and others have not been begun."""
+        inside, out, calls = threading.Event(), threading.Event(), list[int]()
+
+        def summed(*_: object) -> None:
+            calls.append(1)
+            inside.set()
+            assert out.wait(20)
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            if kind is OpKind.O:
+                assert inside.wait(20)
+                lone.session.abort()
+                lone.session.require()
+
+        lone = Lone(self.SCHEDULE, 1, before_op)
+        monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
+        with pytest.raises(OrderEndedError):
+            lone.run(1)
+        threading.Timer(0.05, out.set).start()
+        assert len(lone.session.threads_beside()) == 1
+        lone.session.drain()
+        assert calls == [1] and out.is_set() and not lone.session.threads_beside()
+        lone.session.close()
 
 
 def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
-    one = SimpleNamespace(worker=Worker(0, 0), own_ranks=range(1))
+    one = SimpleNamespace(worker=Worker(0, 0), own_ranks=range(1), one_process=True)
     slices = SimpleNamespace(runners={0: None})
     executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
@@ -196,8 +279,6 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
     """Of the model, where each of the schedule's layers is two."""
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
     held = placement.held_by(schedule)
-    firsts = placement.first_holders(schedule)
-    assert sorted(firsts) == list(range(placement.layers))
     for worker, layers in held.items():
         assert placement.held(schedule, worker) == layers
         for start, end in placement.slices(schedule, worker).values():
@@ -206,7 +287,6 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
         assert sorted(layers) == [layer for start, end in reduced for layer in range(start, end)]
         for (start, end), sharers in reduced.items():
             assert sharers == sorted(other for other in held if held[other].issuperset(range(start, end)))
-        assert all(worker in held and layer in held[firsts[layer]] and firsts[layer] <= worker for layer in layers)
 
 
 def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():

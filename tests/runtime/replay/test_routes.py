@@ -18,6 +18,8 @@ from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import cuts_of
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.exchange import Exchange
@@ -62,12 +64,12 @@ class Team:
         session = Session(Membership(self.number, ranks, worker), links=Links("gloo"), device=CPU, store=self.store)
         session.connect(placement.sharers(schedule, worker, sharing_of(self.model)), sums=watches)
         holding = build_holding(self.model, placement.held(schedule, worker), training)
-        holding.reduce_by(placement.reduced(schedule, worker))
+        cuts = cuts_of(placement.reduced(schedule, worker), {}, lambda layer: elements_of(holding.modules[layer]), (),
+                       sharded=False)
+        holding.keep(holding.modules, cuts, worker, [], -1)
         slices = Slices(holding, placement.slices(schedule, worker), self.model,
                         loss_scale=1 / schedule.grid.total_microbatches, config=config)
-        firsts = placement.first_holders(schedule)
-        steps = Steps(holding, training, speaks_for=[layer for layer, first in firsts.items() if first == worker],
-                      layers=self.model.layers, share=session.sum_over_all if watches else None,
+        steps = Steps(holding, training, layers=self.model.layers, share=session.sum_over_all if watches else None,
                       staggered=schedule.optimizer == "staggered")
         passed = forms(self.model, config)
         exchange = Exchange(schedule, session, [passed[cut] for cut in placement.cuts], range(ITERATIONS))

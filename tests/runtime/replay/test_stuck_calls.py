@@ -17,23 +17,24 @@ from slipstream.runtime.model.layers.gpt_parallel import ParallelGPT
 from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.replay.stuck_calls import AbandonedError, OpenCalls
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, tiny
+from tests.runtime.test_overlapped import NETWORK, TIMES
 
-CALLS = 2
+CALLS = "SLIPSTREAM_TEST_CALLS"
 FILE = "SLIPSTREAM_TEST_STUCK"
 
 
 class Stuck(GPT):
-    """A GPT one of whose workers, the first to get there, never comes back from its second all-reduce."""
+    """A GPT one of whose workers, the first to get there, never comes back from the all-reduce of that number."""
 
     def build(self, layer: int) -> nn.Module:
         from torch.distributed import ProcessGroupGloo
 
-        path, original, left = os.environ.get(FILE), ProcessGroupGloo.allreduce, [CALLS]
+        path, original, left = os.environ.get(FILE), ProcessGroupGloo.allreduce, [int(os.environ.get(CALLS, 0))]
 
         def allreduce(group, tensors):
             left[0] -= 1
@@ -51,18 +52,23 @@ class Stuck(GPT):
         return GPT.build(self, layer)
 
 
-def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_path):
+@pytest.mark.parametrize("job", [WIDE, grid(3, 2, 2, times=TIMES, more=f"optimizer = 1\n[placement]\n"
+                                                                       f"layers = [2, 2]\n{NETWORK}")],
+                         ids=["at its place", "beside compute"])
+def test_a_worker_stuck_for_good_in_its_process_group_goes_on(job, monkeypatch, tmp_path):
     monkeypatch.setenv(FILE, str(tmp_path / "stuck"))
+    reductions = sum(op.kind is OpKind.A for op in planned(job)(()).ops(Worker(0, 0)))
+    monkeypatch.setenv(CALLS, str(reductions + 1))  # the first of the second iteration
     config = tiny(iterations=6)
     stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:Stuck"))
     injections = (Injection(Worker(1, 1), 1, "A"),)
     with own_fork_server(__name__) as fork_server:
-        result = run(planned(WIDE)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-            scheduler=planned(WIDE), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=injections))
+        result = run(planned(job)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+            scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=injections))
     assert (tmp_path / "stuck").exists()
     (recovery,) = result.recoveries
     assert recovery.dead == (Worker(1, 1),) and recovery.live == 5
-    assert_same_numbers(result, judge(config, WIDE.microbatches, 6))
+    assert_same_numbers(result, judge(config, job.microbatches, 6))
 
 
 class StuckRank(ParallelGPT):
@@ -131,8 +137,8 @@ def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
     thread = threading.Thread(target=call)
     thread.start()
     inside.wait(20)
-    assert not calls.abandon(thread.ident, 100) and not calls.abandon(0, 0)
-    assert calls.abandon(thread.ident, 0)
+    assert not calls.abandon([thread.ident], 100) and not calls.abandon([0], 0)
+    assert calls.abandon([thread.ident], 0)
     out.set()
     thread.join(20)
     assert ended == [True]
@@ -146,7 +152,7 @@ def test_a_call_that_fails_says_so():
     calls.end()
     with pytest.raises(AbandonedError):
         calls.begin("summing")
-        assert calls.abandon(threading.get_ident(), 0)
+        assert calls.abandon([threading.get_ident()], 0)
         calls.end()
 
 
@@ -176,6 +182,6 @@ def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_no
     thread = threading.Thread(target=call)
     thread.start()
     inside.wait(20)
-    left_behind = calls.abandon(thread.ident, 0)
+    left_behind = calls.abandon([thread.ident], 0)
     thread.join(20)
     assert ended == [left_behind]

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -10,9 +11,14 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
 from slipstream.runtime.model.state.followed_part import SteppedPart
 from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET
@@ -27,26 +33,38 @@ def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed
     return build_holding(model_for(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
 
 
+def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
+    return LayerStore(lambda layers, filled: build(training, layers, seed), lambda *_: {})
+
+
+def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> LayerStore:
+    """Have a store hold layers whole, with what it has received of them."""
+    total = sum(store.elements(layer).cut for layer in range(*layers))
+    store.keep_parts({layers: cut(total, [LEFT], (), sharded=False)}, LEFT, after)
+    return store
+
+
+def whole(layer: int) -> PartName:
+    """The name of a layer of these."""
+    return PartName(layer, 0, elements_of(build(tiny().training, [layer]).modules[layer]).cut, state=True)
+
+
 class Member:
     """A worker that holds the layers, with its sender."""
 
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
-        self.training, self.holding = training, build(training)
-        self.optimizer = self.holding.optimizer
+        self.training, self.store = training, hold(empty_store(training))
+        self.holding, self.optimizer = self.store.holding, self.store.holding.optimizer
         self.sender = LayerSender("127.0.0.1", SECRET, bytes_per_second)
-        self.layer_state, self.layer_gradients = self.optimizer.layer_state, self.optimizer.layer_gradients
-
-    def holds(self, layer: int) -> bool:
-        return layer in range(*LAYERS)
 
     def run(self, iteration: int, take: int = 0) -> None:
         """An iteration, of which nothing is known but its gradients; they differ with each `take`."""
         draw = torch.Generator().manual_seed(1000 * take + iteration)
         for gradient in self.holding.gradients():
             gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
-        self.sender.before_step(iteration, self)
+        self.sender.before_step(iteration, self.store)
         self.optimizer.step(iteration)
-        self.sender.stepped(iteration, self)
+        self.sender.stepped(iteration, self.store)
 
     def go_back(self, committed: int, generation: int) -> None:
         if self.optimizer.open_iteration is not None and self.optimizer.open_iteration > committed:
@@ -70,7 +88,7 @@ class Team:
         addresses = (LEFT, (left,)), (RIGHT, (right,))
         moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
                  LayerMove(LEFT, RIGHT, 1))
-        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))
+        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, (), addresses), follow))
 
     def until_asked(self) -> None:
         waiter = threading.Event()
@@ -91,7 +109,7 @@ class Team:
     def give(self, generation: int, committed: int) -> None:
         """All wait, and give what is asked for."""
         for member in self.members.values():
-            member.sender.give(generation, committed, 1, member, lambda: None)
+            member.sender.give(generation, committed, 1, member.store, lambda: None)
 
     def take(self, generation: int, fetch: int = 1):
         return self.receiver.take(generation, fetch, lambda: None)
@@ -99,8 +117,7 @@ class Team:
 
 def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
     return LayerReceiver(
-        lambda layer: build(training, [layer], seed=1),
-        lambda part: SteppedPart(part, build(training, [part.layer], seed=1).modules[part.layer], training),
+        lambda layer: build(training, [layer], seed=1).modules[layer], partial(SteppedPart, config=training),
         CPU, SECRET, Told(told))
 
 

@@ -19,7 +19,8 @@ def stuck(monkeypatch):
     monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
     made, told = Generation.__new__(Generation), []
     made._ended_at, made._connected, made._thread = time.monotonic() - 5, True, SimpleNamespace(ident=THREAD)
-    made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"))
+    made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"),
+                                    threads_beside=list)
     made._training = SimpleNamespace(let_go=lambda: told.append("freed"))
     made._say_paused, made.over, made.told = told.append, True, told
     yield made

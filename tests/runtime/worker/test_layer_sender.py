@@ -6,11 +6,11 @@ import pytest
 
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker import layer_server
-from slipstream.runtime.worker.layer_messages import LayerRequest, LayerState
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_server import QUEUE_STATES
 from tests.runtime.speaking import ask
-from tests.runtime.worker.team import LEFT, SOON
+from tests.runtime.worker.team import LEFT, SOON, whole
 
 
 def test_who_gives_layers_away_waits_until_they_have_gone(team):
@@ -18,7 +18,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     member, returned = team.members[LEFT], threading.Event()
 
     def give() -> None:
-        member.sender.give(2, 0, 1, member, lambda: None)
+        member.sender.give(2, 0, 1, member.store, lambda: None)
         returned.set()
 
     thread = threading.Thread(target=give, daemon=True)
@@ -26,10 +26,10 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     assert not returned.wait(0.05), "nobody has asked"
     with ask(member.sender.address, SOON) as stale, \
             ask(member.sender.address, SOON) as asking:
-        stale.send(LayerRequest((0,), 1))
+        stale.send(LayerRequest((whole(0),), 1))
         assert not returned.wait(0.05), "what was asked for an earlier generation does not count"
-        asking.send(LayerRequest((0,), 2))
-        assert asking.receive()[0] == LayerState(0, 1)
+        asking.send(LayerRequest((whole(0),), 2))
+        assert asking.receive()[0] == LayerPart(whole(0), 1)
         thread.join(SOON)
         assert returned.is_set()
 
@@ -39,7 +39,7 @@ def test_waiting_for_those_who_are_to_be_given_layers_can_be_called_off(team):
         raise CommunicationError("it is over")
 
     with pytest.raises(CommunicationError, match="it is over"):
-        team.members[LEFT].sender.give(2, 0, 1, team.members[LEFT], refuse)
+        team.members[LEFT].sender.give(2, 0, 1, team.members[LEFT].store, refuse)
     team.fetch(0, 2, follow=False)
     with pytest.raises(CommunicationError, match="it is over"):
         team.receiver.take(2, 0, refuse)
@@ -49,7 +49,7 @@ def test_one_thread_serves_all(team):
     before = set(threading.enumerate())
     connections = [ask(team.members[LEFT].sender.address, SOON) for _ in range(5)]
     for connection in connections:
-        connection.send(LayerRequest((0, 1)))
+        connection.send(LayerRequest((whole(0), whole(1))))
     team.members[LEFT].run(0)
     assert set(threading.enumerate()) <= before, "a thread was started; those of other tests may end meanwhile"
     for connection in connections:
@@ -59,7 +59,7 @@ def test_one_thread_serves_all(team):
 def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monkeypatch):
     def asking():
         connection = ask(team.members[LEFT].sender.address, SOON)
-        connection.send(LayerRequest((0,)))
+        connection.send(LayerRequest((whole(0),)))
         while not team.members[LEFT].sender.asked:
             threading.Event().wait(0.01)
         return connection
@@ -71,14 +71,14 @@ def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monk
             connection.receive()
     with asking() as connection:
         team.members[LEFT].run(1)
-        assert connection.receive()[0] == LayerState(0, 1)
+        assert connection.receive()[0] == LayerPart(whole(0), 1)
 
 
 def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
     """As for one whose connection carries less than training makes; not for one that is gone."""
     member, waited = team.members[LEFT], []
     with ask(member.sender.address, SOON) as slow:
-        slow.send(LayerRequest((0,)))
+        slow.send(LayerRequest((whole(0),)))
         while not member.sender.asked:
             threading.Event().wait(0.01)
         iteration = 0
@@ -115,7 +115,7 @@ def full(sender: LayerSender) -> bool:
 
 def test_one_that_asks_for_what_is_not_held_is_refused(team):
     with ask(team.members[LEFT].sender.address, SOON) as connection:
-        connection.send(LayerRequest((7,)))
+        connection.send(LayerRequest((PartName(7, 0, 1, True),)))
         while not team.members[LEFT].sender.asked:
             threading.Event().wait(0.01)
         team.members[LEFT].run(0)

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.runtime.protocol.to_coordinator import Ran
 from slipstream.runtime.protocol.to_worker import Acknowledged, LayerMove, Train
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_store import LayerStore
-from slipstream.runtime.worker.layers_of_order import _move
+from slipstream.runtime.worker.layers_of_order import take_layers
 from slipstream.runtime.worker.reports import Reports
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
-from tests.runtime.worker.team import build
+from tests.runtime.worker.team import empty_store, hold, whole
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)
 
@@ -21,35 +21,35 @@ def gone():
     raise CommunicationError("closed")
 
 
-def part_of(store, order, wait_for_all=lambda: None):
-    fetched = {layer: build(tiny().training, [layer]) for layer in (2,)}
-    nothing = SimpleNamespace(begins=lambda _: None, doing=None)
+def part_of(store, order, wait_for_all=lambda: None, fetched=()):
     context = SimpleNamespace(
         layer_store=store, ranks=range(1), layer_sender=SimpleNamespace(give=lambda *_: None), worker=ONE,
-        layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: fetched),
-        injector=SimpleNamespace(at=lambda *_: None))
-    return SimpleNamespace(order=order, context=context, activity=nothing, worker=ONE,
+        layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: [fetched]), config=tiny(),
+        injector=SimpleNamespace(at=lambda *_: None), setup=SimpleNamespace(first_iteration=0, failure_domains=()),
+        placement=SimpleNamespace(reduced=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
+    return SimpleNamespace(order=order, context=context, worker=ONE, schedule=None,
+                           activity=SimpleNamespace(begins=lambda _: None, doing=None),
                            session=SimpleNamespace(require=lambda: None, wait_for_all=wait_for_all))
 
 
 def test_no_layer_is_dropped_before_all_have_theirs():
     """The one that was to get it may not have taken it, and nobody else has it."""
-    store = LayerStore(lambda layers, filled: build(tiny().training, layers), lambda *_: {})
-    store.holding.change((0, 1), [build(tiny().training, [0, 1])])
-    order = Train(number=2, first_iteration=1, moves=(LayerMove(OTHER, ONE, 0), LayerMove(ONE, OTHER, 2)), fetch=0,
+    store, other = (hold(empty_store(tiny().training), layers=layers) for layers in ((0, 2), (2, 3)))
+    order = Train(order=2, first_iteration=1, moves=(LayerMove(OTHER, ONE, 0), LayerMove(ONE, OTHER, 2)), fetch=0,
                   addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")
+    fetched = other.holding.optimizer.own_states(2)
     with pytest.raises(CommunicationError):
-        _move(part_of(store, order, gone), frozenset({1, 2}))
-    assert store.holding.modules.keys() == {0, 1, 2}
-    _move(part_of(store, order), frozenset({1, 2}))
-    assert store.holding.modules.keys() == {1, 2}
+        take_layers(part_of(store, order, gone, fetched))
+    assert store.holding.modules.keys() == {0, 1} and store.ranges == ((0, 3),) and store.keeps(whole(2))
+    take_layers(part_of(store, order, fetched=fetched))
+    assert store.holding.modules.keys() == {1, 2} and store.ranges == ((1, 3),)
 
 
 def test_what_node_0_has_asked_to_save_is_forgotten_with_the_order():
     """Who has come in meanwhile knows nothing of it, and nobody would gather the parts of its layers."""
-    order = Train(number=2, first_iteration=4, moves=(), fetch=0, addresses=(), schedule=b"{}")
+    order = Train(order=2, first_iteration=4, moves=(), fetch=0, addresses=(), schedule=b"{}")
     reports = Reports(part_of(None, order))
-    reports._open = 4
+    reports._open = Ran(ONE, 2, 4, 1.0, 0.1)
     reports.acknowledged(Acknowledged(2, 4, save=True))
     reports.require_acknowledged()
     assert reports.save_before == 5

@@ -5,11 +5,11 @@ import socket
 import pytest
 import torch
 
-from slipstream.runtime.model.state.optimizer import UndoableOptimizer
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.worker.layer_messages import LayerGradients, LayerRequest, LayerState
+from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
+from slipstream.runtime.worker.layer_store import LayerStore
 from tests.runtime.speaking import be_asked
-from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, build
+from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_store, hold, whole
 
 CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
 
@@ -45,25 +45,26 @@ def while_all_train(team: Team, committed: int) -> None:
 def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, committed):
     """What every way of moving layers promises."""
     move(team, committed)
-    layers = team.take(3, fetch=0)
-    assert layers.keys() == {0, 1, 2} and team.told.empty()
-    fetched = build(team.members[LEFT].training, ())
-    fetched.change(layers, layers.values())
-    member = team.members[LEFT]
+    parts, member = team.take(3, fetch=0), team.members[LEFT]
+    assert {part.layer for part in parts} == {0, 1, 2} and team.told.empty()
+    store = empty_store(member.training, seed=1)
+    store.receive([parts])
+    assert store.ranges == (LAYERS,) and not store.holding.modules
+    fetched = hold(store, committed).holding
     for iteration in range(committed + 1, committed + 3):
-        compare(fetched.optimizer, member.optimizer)
+        compare(store, member.store)
         member.run(iteration, take=2)
         for mine, theirs in zip(fetched.gradients(), member.holding.gradients(), strict=True):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)
-    compare(fetched.optimizer, member.optimizer)
+    compare(store, member.store)
     fetched.optimizer.undo()
 
 
-def compare(one: UndoableOptimizer, other: UndoableOptimizer) -> None:
+def compare(one: LayerStore, other: LayerStore) -> None:
     for layer in range(*LAYERS):
-        mine, theirs = one.layer_state(layer), other.layer_state(layer)
+        mine, theirs = one.part_state(whole(layer)), other.part_state(whole(layer))
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor, theirs[name]), name
@@ -74,11 +75,11 @@ def test_what_is_fetched_for_one_generation_is_not_taken_in_another(team):
     team.until_asked()
     team.run(0)
     assert team.told.get(timeout=SOON) == "up to date 1"
-    assert team.take(1, fetch=0) == {}  # the generation during which it is fetched
+    assert team.take(1, fetch=0) == []  # the generation during which it is fetched
     team.fetch(number=2, generation=2)  # heard before generation 2 begins
     team.go_back(0, generation=2)
-    assert team.take(2, fetch=1).keys() == {0, 1, 2}
-    assert team.take(3, fetch=0) == {}
+    assert {part.layer for part in team.take(2, fetch=1)} == {0, 1, 2}
+    assert team.take(3, fetch=0) == []
 
 
 def test_a_sender_that_goes_is_told_once(team):
@@ -93,29 +94,17 @@ def test_a_sender_that_goes_is_told_once(team):
     assert team.told.empty()
 
 
-def test_a_state_in_the_middle_of_a_step_ends_a_fetch(team):
-    """Whatever goes wrong in a receiver's thread is told."""
-    member = team.members[RIGHT]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
-        with be_asked(listener.accept()[0]) as connection:
-            connection.receive()
-            connection.send(LayerGradients(1, 0), member.layer_gradients(1))
-            connection.send(LayerState(1, 0), member.layer_state(1))
-            assert team.told.get(timeout=SOON) == "failed 1"
-
-
 @pytest.mark.parametrize(("message", "tensors", "reason"), [
-    (LayerState(7, 0), {}, "it sent layer 7, for which it was not asked"),
-    (LayerState(1, 0), {"model.x": torch.zeros(1)}, "layer 1 has nothing named|is missing|is unknown"),
-    (LayerGradients(1, 0), {"x": torch.zeros(1)}, "it sent gradients of layer 1 that do not fit"),
-    (LayerRequest((1,)), {}, "it asks, where it was asked"),
+    (LayerPart(PartName(7, 0, 1, True), 0), {}, "it sent a part of layer 7 for which it was not asked"),
+    (LayerPart(whole(1), 0), {"model.x": torch.zeros(1)}, "a part of layer 1 has no elements of"),
+    (PartStepped(whole(1), 0), {"x": torch.zeros(1)}, "it has stepped a part of layer 1 that it has not sent"),
+    (LayerRequest((whole(1),)), {}, "it asks, where it was asked"),
 ])
 def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
         with be_asked(listener.accept()[0]) as connection:
-            assert connection.receive()[0] == LayerRequest((1,))
+            assert connection.receive()[0] == LayerRequest((whole(1),))
             connection.send(message, tensors)
             assert team.told.get(timeout=SOON) == "failed 1"
     with pytest.raises(CommunicationError, match=reason):

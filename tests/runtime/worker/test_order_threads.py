@@ -13,7 +13,7 @@ from slipstream.runtime.protocol.to_worker import Train
 from slipstream.runtime.worker import order_threads
 from slipstream.runtime.worker.order_threads import OrderThreads
 
-ORDER = Train(number=2, first_iteration=0, schedule=b"{}")
+ORDER = Train(order=2, first_iteration=0, schedule=b"{}")
 CPU = torch.device("cpu")
 
 

@@ -13,13 +13,12 @@ from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.protocol.to_worker import PartMove
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
-from slipstream.runtime.worker.layer_receiver import LayerFetch, part_senders_for
+from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
 from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET, be_asked
-from tests.runtime.worker.team import SOON, TARGET, build, receiver
+from tests.runtime.worker.team import SOON, TARGET, build, empty_store, receiver
 
 LAYER = 1
 MEMBERS = [Worker(one, 0) for one in range(3)]
@@ -33,7 +32,7 @@ class Keeper:
     """A worker that keeps two parts of a layer in three: its own, and another one's. Steps of others do not come."""
 
     def __init__(self, training) -> None:
-        self.store = LayerStore(lambda layers, filled: build(training, layers), lambda *_: {})
+        self.store = empty_store(training)
         self.optimizer, self.sender = self.store.holding.optimizer, LayerSender("127.0.0.1", SECRET)
         layers = (LAYER, LAYER + 1)
         elements = elements_of(self.store.module(LAYER)).cut
@@ -63,7 +62,7 @@ def keeper(request):
 
 
 def fetch(getting, moves, address, number=1):
-    getting.begin(LayerFetch(number, 1, part_senders_for(TARGET, moves, ((MEMBERS[0], (address,)),)), follow=True))
+    getting.begin(LayerFetch(number, 1, senders_for(TARGET, (), moves, ((MEMBERS[0], (address,)),)), follow=True))
 
 
 def until_asked(sender: LayerSender) -> None:
@@ -90,7 +89,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     keeper.run(4)
     assert told.get(timeout=SOON) == "up to date 1"
     keeper.go_back(committed, generation=2)
-    found = {part.state: part for part in getting.take_parts(2, 1, lambda: None)}
+    found = {part.state: part for part in getting.take(2, 1, lambda: None)}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
         theirs = keeper.store.part_state(PartName(LAYER, *span, state))
@@ -106,7 +105,7 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     training = tiny(shard_optimizer=True).training
     keeper.run(0)
     keeper.go_back(0, 1)
-    (own, ward), store = keeper.parts, LayerStore(lambda layers, filled: build(training, layers), lambda *_: {})
+    (own, ward), store = keeper.parts, empty_store(training)
     store.receive([[keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)]])
     assert store.kept().parts == ((LAYER, *own),)
     half = PartName(LAYER, own[0] + 1, own[1] - 1, True)
@@ -133,9 +132,9 @@ def test_nonsense_ends_a_fetch(messages, reason, capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fetch(getting, [move], listener.getsockname())
         with be_asked(listener.accept()[0]) as connection:
-            assert connection.receive()[0] == LayerRequest((), None, (PartName(LAYER, 0, 8, True),))
+            assert connection.receive()[0] == LayerRequest((PartName(LAYER, 0, 8, True),))
             for message in messages:
                 connection.send(message, {f"model.{name}": parameter.detach().view(-1)[:8]})
             assert told.get(timeout=SOON) == "failed 1"
     with pytest.raises(CommunicationError, match=reason):
-        getting.take_parts(2, 1, lambda: None)
+        getting.take(2, 1, lambda: None)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
-from slipstream.schedules.tables.moves import layers_lacked, layers_to_load
 from slipstream.schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
-from slipstream.schedules.tables.relabel import relabel, transport
+from slipstream.schedules.tables.relabel import layers_lacked, layers_to_load, relabel, transport
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 from tests.patience import SECONDS

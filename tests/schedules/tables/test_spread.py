@@ -12,8 +12,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.moves import layers_lacked
-from slipstream.schedules.tables.relabel import relabel
+from slipstream.schedules.tables.relabel import layers_lacked, relabel
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 

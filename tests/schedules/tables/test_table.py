@@ -18,13 +18,14 @@ from slipstream.planner.tables.folder import TableFolder
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.entry_codec import decode_entry, encode_entry
 from slipstream.schedules.tables.file import (
     VERSION,
     Basis,
     TableError,
+    decode_entry,
     digest,
     encode_document,
+    encode_entry,
     read_index,
     with_digest,
 )

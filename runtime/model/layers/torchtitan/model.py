@@ -104,6 +104,11 @@ class _Part(nn.Module):
     """Makes the same layer on the meta device."""
     layers: nn.ModuleDict
 
+    @property
+    def compiled_part(self) -> nn.Module | None:
+        """What `runtime.model.layers.compiling` compiles, as torchtitan does: a decoder layer, where this has one."""
+        return next(iter(self.layers.values()), None)
+
     def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
         """Tokens or features to features or logits; between layers all ranks of a worker have them whole."""
         return whole(self._forward(on_ranks(given, self), batch))

@@ -1,14 +1,18 @@
 """What `[model] torchtitan` names: a model of torchtitan, or a whole configuration of its Trainer."""
 
 import functools
+import io
+import re
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torchtitan.components.quantization.utils import has_quantization
-from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ConfigManager, ParallelismConfig, TrainingConfig
 from torchtitan.models import _supported_models
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
@@ -25,6 +29,7 @@ attention that sees no documents; a checkpoint of torchtitan to begin with."""
 _PARTS = {"tok_embeddings", "layers", "norm", "lm_head"}
 _ALONE = ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False)
 """Plain tensors."""
+_EAGER = CompileConfig()
 
 
 def trainer_config(config: ModelConfig) -> Trainer.Config:
@@ -44,11 +49,24 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
 def as_given(arguments: Sequence[str]) -> Trainer.Config:
     """What torchtitan makes of its command line. Raises ConfigError."""
     search_here()
+    said = io.StringIO()
     try:
-        found: Trainer.Config = ConfigManager().parse_args(list(arguments))
-    except (Exception, SystemExit) as error:  # whatever the user's own module raises; its parser exits
+        with redirect_stdout(said), redirect_stderr(said):
+            # Its graphs of CUDA's know no pipelines, and ours have none.
+            found: Trainer.Config = ConfigManager().parse_args(["--training.disable_cuda_graphs", *arguments])
+    except SystemExit as ended:
+        if not ended.code:  # it was asked for help
+            sys.stdout.write(said.getvalue())
+            raise
+        raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {_unboxed(said.getvalue())}") from None
+    except Exception as error:  # whatever the user's own module raises
         raise ConfigError(f"torchtitan does not take {' '.join(arguments)!r}: {first_line(error)}") from None
     return found
+
+
+def _unboxed(said: str) -> str:
+    """What its parser has said in a box of lines, in one."""
+    return " ".join(re.sub("[╭╮╰╯│─]|-{3,}", " ", said).split())
 
 
 @functools.cache
@@ -68,7 +86,7 @@ def in_one_process(config: Trainer.Config) -> Trainer.Config:
     if samples % size:
         raise ConfigError(f"--training.global_batch_size is {samples}; expected a multiple of the {size} samples of a "
                           "micro-batch")
-    return replace(config, parallelism=_ALONE, training=replace(
+    return replace(config, parallelism=_ALONE, compile=_EAGER, training=replace(
         training, local_batch_size=size, global_batch_size=samples, disable_cuda_graphs=True))
 
 

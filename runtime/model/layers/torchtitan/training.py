@@ -16,6 +16,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.model.layers.compiling import check_compilable
 from slipstream.runtime.model.layers.torchtitan.specification import in_one_process, parsed, sample_of
 
 _DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
@@ -45,16 +46,21 @@ def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) 
     assert config.model_spec is not None
     training = in_one_process(config).training
     groups = _groups(arguments, config)
-    return parse_run_config(
+    found = parse_run_config(
         {"torchtitan": f"{config.model_spec.name}/{config.model_spec.flavor}", "context": training.seq_len,
          "options": {"arguments": list(arguments), "checkpoint": str(initial)}},
         {"iterations": training.steps, "batch": training.local_batch_size, "clip_norm": float(training.max_norm),
          "learning_rate": groups[0]["learning_rate"], "parameter_groups": groups,
          "learning_rate_schedule": f"{rate.__module__}:{rate.__name__}",
+         "tensor_parallel": config.parallelism.tensor_parallel_degree,
+         "compile": config.compile.enable and "model" in config.compile.components,
          "dtype": _DTYPES[training.mixed_precision_param if training.dtype == "float32" else training.dtype],
          "data": "torchtitan", "loss_weights": "tokens", "device": device_type,
          "recompute": "full" if isinstance(config.activation_checkpoint, FullAC.Config) else "none",
          "options": {"arguments": list(arguments)}})
+    if found.training.compile:
+        check_compilable(found, torch.device(device_type))
+    return found
 
 
 def rate(config: TrainingConfig, iteration: int) -> float:
@@ -80,13 +86,14 @@ def require_honoured(config: Trainer.Config) -> None:
 
 def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     degrees, training, checkpoint = config.parallelism, config.training, config.checkpoint
+    yield (device_type == "cuda" and not torch.cuda.is_available(), "a machine without GPUs",
+           "one, which torchtitan takes for granted")
     yield type(config) is not Trainer.Config, f"{type(config).__qualname__}, a Trainer of its own", "torchtitan's"
     yield (degrees.data_parallel_shard_degree > 1,
            f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
            "pipelines, as --parallelism.data_parallel_replicate_degree")
-    for name in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
         yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
-    yield config.compile.enable, "--compile.enable", "--compile.no-enable"
     yield training.enable_cpu_offload, "--training.enable_cpu_offload", "it without"
     yield (training.dtype == "bfloat16", "--training.dtype bfloat16",
            "float32, beside --training.mixed_precision_param bfloat16")
@@ -114,6 +121,8 @@ def differences(config: Trainer.Config) -> Iterator[str]:
     if config.activation_checkpoint is not None and not isinstance(config.activation_checkpoint, FullAC.Config):
         yield (f"activations are kept: {type(config.activation_checkpoint).__qualname__} does not count; "
                "FullAC computes them again")
+    if config.parallelism.tensor_parallel_degree > 1 and config.parallelism.enable_sequence_parallel:
+        yield "each rank of a worker has its samples whole between layers: sequence parallelism does not count"
     if config.profiler.enable_profiling:
         yield "--profiler.enable_profiling sees this process, and no worker"
 

@@ -22,6 +22,8 @@ from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.part_state import as_parts
+from slipstream.runtime.model.state.part_state import whole as whole_state
 from slipstream.runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
 from slipstream.runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
@@ -69,17 +71,17 @@ def test_there_and_back(tmp_path) -> None:
     save(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
 
 
-def test_saving_does_not_see_later_steps(tmp_path) -> None:
-    state = states()
-    expected = {layer: {name: tensor.clone() for name, tensor in tensors.items()} for layer, tensors in state.items()}
-    saving = save(tmp_path, 1, state, IDENTITY)
-    for tensors in state.values():
-        for tensor in tensors.values():
-            tensor.zero_()
-    saving.wait()
-    found = latest(tmp_path)
-    assert found is not None
-    assert_same(load(found, range(4)), expected)
+def test_what_is_saved_does_not_see_later_steps() -> None:
+    """Parameters, what the optimizer remembers of them, and buffers."""
+    layer = torch.nn.BatchNorm1d(3)
+    optimizer = Holding({0: layer}, tiny().training).optimizer
+    optimizer.step(0)
+    saved = whole_state(layer, optimizer.own_states(0))
+    expected = {name: tensor.clone() for name, tensor in saved.items()}
+    for tensor in (*layer.state_dict().values(), *optimizer.own_states(0)[0].tensors.values()):
+        tensor.add_(1)
+    assert_same({0: saved}, {0: expected})
+    assert len(saved) == 5 + 2 * 3  # AdamW's state
 
 
 def test_many_workers_at_once(tmp_path) -> None:
@@ -216,12 +218,13 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     for iteration in range(3):
         iterate(config, before, iteration)
     for _, holding in before:
-        save(tmp_path, 3, {layer: holding.optimizer.layer_state(layer) for layer in holding.modules}, identity).wait()
+        save(tmp_path, 3, {layer: whole_state(module, holding.optimizer.own_states(layer))
+                           for layer, module in holding.modules.items()}, identity).wait()
     found = latest(tmp_path, identity)
     assert found is not None and found.iteration == 3
     [(_, whole)] = after = stages((0, 4))
     for layer, state in load(found, range(4)).items():
-        whole.optimizer.load_layer_state(layer, state)
+        whole.optimizer.load([as_parts(whole.modules[layer], layer, state)])
     for iteration in range(3, 6):
         iterate(config, after, iteration)
     for name, expected in reference_run(config, [1], 6).parameters.items():

@@ -17,7 +17,10 @@ from slipstream.runtime.model.data.data import Corpus, Microbatch, load_corpus
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype, split_layers
 from slipstream.runtime.model.state.digest import parameter_digest
 from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.tools.reference import reference_run
+from slipstream.schedules.schedule import Worker
 
 CPU = torch.device("cpu")
 MODEL = {"blocks": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.2}
@@ -395,11 +398,15 @@ def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
     model = model_for(config.model, 3, torch.float64, CPU)
     whole, left, right = (build_holding(model, layers, config.training) for layers in (range(4), (0, 1), (2, 3)))
 
+    def state(holding: Holding, layer: int) -> dict[str, torch.Tensor]:
+        return dict(holding.optimizer.own_states(layer)[0].tensors)
+
     def step(iteration: int, *holdings: Holding) -> None:
         for holding in holdings:
             for layer in holding.modules:
                 draw = torch.Generator().manual_seed(10 * iteration + layer)
-                for gradient in holding.optimizer.layer_gradients(layer).values():
+                for parameter in holding.modules[layer].parameters():
+                    gradient = parameter.grad
                     gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
             holding.optimizer.step(iteration)
 
@@ -407,22 +414,24 @@ def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
         step(iteration, whole, left, right)
     for holding in (whole, left, right):
         holding.optimizer.commit()
-    moved = build_holding(model, [1], config.training)
-    moved.optimizer.load_layer_state(1, left.optimizer.layer_state(1))
-    left.change([0])
-    right.change([1, 2, 3], [moved])
-    right.reduce_by([(1, 2), (2, 4)])
-    assert left.ranges == ((0, 1),) and right.ranges == ((1, 4),) and len(right.gradients((2, 4))) == 1
+    worker, parts = Worker(0, 0), left.optimizer.own_states(1)
+    moved = {layer: (right if layer in right.modules else build_holding(model, [layer], config.training)).modules[layer]
+             for layer in (1, 2, 3)}
+    cuts = {layers: cut(sum(elements_of(whole.modules[layer]).cut for layer in range(*layers)), [worker], (),
+                        sharded=False) for layers in ((0, 1), (1, 2), (2, 4))}
+    right.keep(moved, {layers: cuts[layers] for layers in ((1, 2), (2, 4))}, worker, parts, 2)
+    left.keep({0: left.modules[0]}, {(0, 1): cuts[0, 1]}, worker, [], 2)
+    assert left.modules.keys() == {0} and right.modules.keys() == {1, 2, 3} and len(right.gradients((2, 4))) == 1
     assert not any(flat.any() for flat in right.gradients())
     step(3, whole, left, right)
-    before = {name: tensor.clone() for name, tensor in right.optimizer.layer_state(3).items()}
+    before = {name: tensor.clone() for name, tensor in state(right, 3).items()}
     step(4, right)
     right.optimizer.undo()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in right.optimizer.layer_state(3).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(right, 3).items())
     for holding in (left, right):
         for layer in holding.modules:
-            for name, tensor in whole.optimizer.layer_state(layer).items():
-                assert torch.equal(holding.optimizer.layer_state(layer)[name], tensor), (layer, name)
+            for name, tensor in state(whole, layer).items():
+                assert torch.equal(state(holding, layer)[name], tensor), (layer, name)
 
 
 @pytest.mark.slow

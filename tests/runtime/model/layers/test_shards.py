@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 
 from slipstream.runtime.model.layers.shards import Shard, cut_state, whole_state
 from slipstream.runtime.model.layers.worker_group import WorkerGroup, standing_in, worker_group
+from slipstream.runtime.torch_private import HashStore
 
 
 def test_blocks_are_cut_each_by_itself():
@@ -50,5 +54,20 @@ def test_a_rank_that_stands_for_all_gives_the_shapes_of_all():
         group = worker_group()
         whole = whole_state({"model.a": torch.ones(2, 3)}, {"a": Shard(1)}, group)
         scattered = torch.empty(2)
-        torch.distributed.reduce_scatter_single(scattered, torch.arange(8.0), group=group)
+        distributed.reduce_scatter_single(scattered, torch.arange(8.0), group=group)
     assert whole["model.a"].shape == (2, 12) and scattered.tolist() == [0, 1] and worker_group() is None
+
+
+def test_a_thread_stands_for_ranks_also_where_the_program_has_process_groups_of_its_own():
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        theirs, mesh = distributed.new_group([0]), init_device_mesh("cpu", (1,))
+        for _ in range(2):
+            with standing_in(2):
+                assert init_device_mesh("cpu", (2,)).size() == distributed.get_world_size() == 2
+        assert distributed.get_world_size() == 1 and distributed.get_backend() == "gloo"
+        for group in (None, theirs, mesh.get_group(), distributed.new_group([0])):
+            distributed.all_reduce(torch.ones(1), group=group)
+        assert all_reduce(torch.ones(1), "sum", mesh).item() == 1
+    finally:
+        distributed.destroy_process_group()

@@ -14,7 +14,7 @@ from slipstream.runtime.model.ranks.own_ranks import carried, carriers, cut_dims
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.ranks.rank_parts import RankParts
 from slipstream.runtime.model.state.holding import build_holding, built
-from slipstream.runtime.model.state.part_state import elements_of
+from slipstream.runtime.model.state.part_state import elements_of, whole
 from slipstream.runtime.model.state.parts import cut
 from slipstream.schedules.schedule import Worker
 
@@ -52,8 +52,8 @@ def gradient(layer, name, module, shape, group):
 def test_it_has_what_its_ranks_have():
     both, ranks = holding(1, 2, stands_for=2), [holding(rank, 4) for rank in (2, 3)]
     for layer, module in both.modules.items():
-        state, shards = both.optimizer.layer_state(layer), shards_of(module)
-        theirs = [one.optimizer.layer_state(layer) for one in ranks]
+        state, *theirs = [whole(one.modules[layer], one.optimizer.own_states(layer)) for one in (both, *ranks)]
+        shards = shards_of(module)
         for rank, other in enumerate(theirs):
             mine = state_of_rank(state, shards, rank, 2)
             assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
@@ -62,17 +62,6 @@ def test_it_has_what_its_ranks_have():
     for own_rank, other in enumerate(ranks):
         mine, parameters = both.at_rank(own_rank, 2), other.parameters()
         assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
-
-
-def test_its_gradients_are_summed_as_those_of_each_rank():
-    both, ranks = holding(1, 2, stands_for=2), [holding(rank, 4) for rank in (2, 3)]
-    before = [flat.clone() for flat in both.gradients()]
-    with standing_in(2, 1, stands_for=2), both.summed((0, 3)) as by_rank:
-        for flats, other in zip(by_rank, ranks, strict=True):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(flats, other.gradients(), strict=True))
-            for flat in flats:
-                flat.mul_(3)
-    assert all(torch.equal(flat, 3 * old) for flat, old in zip(both.gradients(), before, strict=True))
 
 
 def test_what_passes_is_cut_where_ranks_have_parts_of_it():
@@ -129,6 +118,6 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
     for own_rank, other in enumerate(alone):
         mine = both.at_rank(own_rank, 2)
         assert all(torch.equal(mine[name], parameter) for name, parameter in other.parameters().items())
-    assert both.squares(range(3)) == pytest.approx(sum(sum(one.optimizer.squares().values()) for one in ranks))
+    assert both.squares() == pytest.approx(sum(sum(one.optimizer.squares().values()) for one in ranks))
     both.optimizer.go_back(-1)
     assert all(one.optimizer.whole_after is None for one in ranks)

@@ -13,7 +13,7 @@ from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.ranks.rank_parts import RankParts
-from slipstream.runtime.model.state.holding import Holding, build_holding, built, keeps_parts
+from slipstream.runtime.model.state.holding import Holding, build_holding, built
 from slipstream.runtime.model.state.part_state import elements_of
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.torch_private import LivingStorages, TensorWatch
@@ -39,8 +39,6 @@ class Ranks:
 
     def build(self, stands_for):
         training = self.config.training
-        if not keeps_parts(training):
-            return self.built(1, 4 // stands_for, stands_for, Holding)
         ranks = [self.built(rank, 4, 1, RankParts if stands_for == 2 else Holding) for rank in range(2, 2 + stands_for)]
         for rank, one in enumerate(ranks):
             with standing_in(4, 2 + rank):
@@ -78,8 +76,7 @@ class Ranks:
             self.watch()
         for optimizer in holding.part_optimizers:
             optimizer.kept_states()  # has copies stepped in this thread, which is watched
-        if keeps_parts(self.config.training):
-            holding.arrived()
+        holding.arrived()
         holding.zero_gradients()
 
     def watch(self):

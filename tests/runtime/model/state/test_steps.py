@@ -54,7 +54,7 @@ class Pair:
         self.wires = Wires()
         self.layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
         self.workers = [Steps(Holding({index: layer}, config), config,
-                              speaks_for=[index], layers=2, share=self.wires.share, staggered=staggered)
+                              layers=2, share=self.wires.share, staggered=staggered)
                         for index, layer in enumerate(self.layers)]
         self.validated: list[int] = []
         for layer in self.layers:
@@ -113,7 +113,7 @@ def test_gradients_stay_until_no_other_worker_reads_them(watched: bool) -> None:
     wires, layer = Wires(), nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(layer.weight)
     config = CLIPPED if watched else replace(CLIPPED, clip_norm=None, skip_nonfinite=False)
-    steps = Steps(Holding({0: layer}, config), config, speaks_for=[0], layers=1,
+    steps = Steps(Holding({0: layer}, config), config, layers=1,
                   share=wires.share if watched else None, staggered=True)
     layer.weight.grad.fill_(3.0)
     steps.step(0, 0.0, lambda: seen.append((layer.weight.item(), layer.weight.grad.item())))

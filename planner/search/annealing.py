@@ -1,0 +1,558 @@
+"""Annealing of plans, on the arrays and loops of `planner.kernel`, whose module says what the arrays mean."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from slipstream.planner.budget import Budget, Tally
+from slipstream.planner.kernel import (
+    BASE,
+    BETTER,
+    BUCKETS,
+    EXCHANGE,
+    FOREVER,
+    LONGEST_JUMP,
+    MOVE,
+    PERIOD,
+    SHIFT,
+    SPAN,
+    TRADE,
+    Arcs,
+    Chain,
+    Cycle,
+    Instance,
+    Log,
+    Path,
+    Queue,
+    Sorting,
+    State,
+    Timing,
+    TransferArcs,
+    anneal,
+    end_with_deadlines,
+    keep_ends,
+    measure_best,
+    set_deadlines,
+    time,
+)
+from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
+from slipstream.planner.model.problem import Problem, Solution
+from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends
+from slipstream.planner.params import DEFAULTS, AnnealingParams
+from slipstream.planner.search.incumbent import Annealed
+
+# --- From a problem and a plan to the kernel's arrays -----------------------------------------------------------------
+
+
+SPARE_UNITS = 8
+"""Units that a worker may run beyond those of the busiest one at the start."""
+
+
+def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
+    """A chain whose state is a plan: its assignment, and an order of all ops."""
+    ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
+    state = _state(arrays, order)
+    return Chain(
+        instance=_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
+        timing=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
+        trial=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
+        sorting=Sorting(*(_zeros(size) for size in (ops, ops, ops, ops, len(arrays.workers)))), heads=_zeros(ops),
+        queue=Queue(bucket=np.full(BUCKETS, -1, dtype=np.int64), next=_zeros(ops), queued=_zeros(ops),
+                    counters=_zeros(4)),
+        log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
+                excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
+        path=Path(_zeros(ops), ints([-1])), run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds),
+        statistics=np.zeros((SHIFT + 1, BETTER + 1), dtype=np.int64), random=_random(seed))
+
+
+def twin_chain(chain: Chain, seed: int) -> Chain:
+    """Another chain of the same instance that begins as a chain is now."""
+    own = {field: _copied(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
+    own["statistics"][:] = 0
+    return chain._replace(**own)._replace(random=_random(seed))
+
+
+def _copied(value: Any) -> Any:
+    """An array, or a tuple of arrays."""
+    return value.copy() if isinstance(value, np.ndarray) else type(value)(*map(_copied, value))
+
+
+def _instance(arrays: ProblemArrays) -> Instance:
+    problem, workers = arrays.problem, arrays.workers
+    movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.slice, unit.pipeline)) > 1]
+    return Instance(
+        kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
+        predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
+        successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
+        group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
+        sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
+        between=arrays.reductions.between,
+        tail=_tails(arrays),
+        pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
+        capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
+        holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
+        movable=ints(movable),
+        hosts=_hosts(arrays), cost=_costs(arrays))
+
+
+def _arcs(arcs: Arcs, transfer: int) -> TransferArcs:
+    """Without the hops of the first assignment, since annealing changes it."""
+    return TransferArcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
+
+
+def _state(arrays: ProblemArrays, order: Ints) -> State:
+    ops = arrays.ops
+    rows: list[list[int]] = [[] for _ in arrays.workers]
+    place = _zeros(len(ops.duration))
+    for op in order.tolist():
+        row = rows[ops.worker[ops.unit[op]]]
+        place[op] = len(row)
+        row.append(op)
+    sequence = np.zeros((len(rows), max(map(len, rows)) + SPARE_UNITS * ops.kinds), dtype=np.int64)
+    for worker, row in enumerate(rows):
+        sequence[worker, :len(row)] = row
+    return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
+                 size=ints([len(row) for row in rows]), place=place,
+                 end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)),
+                 begin=_zeros(len(arrays.reductions.sharers)), turn=_zeros(len(arrays.reductions.sharers)))
+
+
+def _tails(arrays: ProblemArrays) -> Ints:
+    """For each worker, ticks from the end of its group to that of its window.
+
+    Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
+    """
+    problem = arrays.problem
+    if problem.optimizer == "staggered" or problem.linking:
+        return arrays.tail
+    tails = np.full(len(problem.linked), problem.longest_step)
+    np.maximum.at(tails, arrays.group, arrays.tail)
+    return tails[arrays.group]
+
+
+def _members(arrays: ProblemArrays) -> Ints:
+    """[pipeline, number] its workers."""
+    members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
+    for row, worker in enumerate(arrays.workers):
+        members[worker.pipeline].append(row)
+    return padded(members)
+
+
+def _hosts(arrays: ProblemArrays) -> Ints:
+    """[slice, number] the workers that may run it."""
+    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
+    return padded([[row_of[worker] for worker in holders] for holders in arrays.problem.holders])
+
+
+def _costs(arrays: ProblemArrays) -> Ints:
+    """[kind, slice, worker] ticks of an op; 0 where it cannot run."""
+    problem = arrays.problem
+    cost = np.zeros((len(problem.kinds), len(problem.layers_of), len(arrays.workers)), dtype=np.int64)
+    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
+    for number, holders in enumerate(problem.holders):
+        for worker in holders:
+            cost[:, number, row_of[worker]] = [problem.cost(kind, number, worker) for kind in problem.kinds]
+    return cost
+
+
+def _holds(problem: Problem, number: int) -> tuple[int, ...]:
+    """What F, I and W of a slice add to the memory that their worker holds."""
+    activation, stash = problem.activation(number), problem.stash(number)
+    return (activation, stash - activation, -stash)[:len(problem.kinds)]
+
+
+def _zeros(size: int) -> Ints:
+    return np.zeros(size, dtype=np.int64)
+
+
+def _random(seed: int) -> Any:
+    """The state of the random numbers: never 0, far apart for neighbouring seeds."""
+    return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
+
+
+# --- An annealing chain: improves a plan of one piece, in rounds short enough to be stopped between -------------------
+
+
+OPERATORS = {EXCHANGE: "exchange runs of ops", TRADE: "trade units", MOVE: "move a unit", SHIFT: "shift a deadline"}
+"""What a step may be (`planner.kernel`); `AnnealingParams` says how often."""
+
+
+class AnnealingChain:
+    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
+
+    The deadlines of the groups are those of the plan at first, and annealing shifts them, until told to `keep` some.
+    """
+
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
+                 params: AnnealingParams = DEFAULTS.annealing) -> None:
+        self._problem, self._params = problem, params
+        self._arrays = ProblemArrays(problem, solution.hosts)
+        self._chain = make_chain(self._arrays, self._arrays.order(solution), seed)
+        ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
+        self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
+        self._goal = goal
+        self.round_steps = round_steps(ops, pipelines, params)
+        """Steps between two looks at the clock."""
+        self._cycle_steps, self._step = first_cycle_steps(ops, pipelines, params), 0
+        self.steps = self.cycles = 0
+        """Orders tried, and cooling cycles done."""
+        self._shifts = 0
+        self._set_deadlines(solution)
+        _copy(self._chain.state, self._chain.best)
+        self._begin()
+        counters = self._chain.queue.counters
+        counters[BASE], counters[SPAN] = self._chain.trial.late.min(), max(1, self.period)
+        self.loosen()
+
+    def _set_deadlines(self, solution: Solution) -> None:
+        """As the plan keeps them; synchronous: so that all windows end together, at 0."""
+        chain = self._chain
+        if self._problem.interleaved:
+            ends = group_ends(self._arrays, self._arrays.starts(solution))
+            chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
+            keep_ends(chain.instance, chain.state)
+            return
+        if self._problem.optimizer == "staggered":
+            set_deadlines(chain.instance, chain.state, chain.sorting)
+            return
+        chain.state.end[:] = -chain.instance.tail.max()
+        chain.state.end[chain.instance.group] = -chain.instance.tail
+        chain.state.deadline[:] = chain.state.end
+        if self._problem.linking:
+            chain.state.deadline[:] = ends_before_last(
+                self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
+
+    def _begin(self) -> None:
+        """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
+        self._cycle = self._next_cycle()
+        measure_best(self._chain, self._cycle)
+
+    @property
+    def period(self) -> int:
+        """Of the best plan so far, in ticks."""
+        return int(self._chain.record[PERIOD])
+
+    @property
+    def operators(self) -> dict[str, tuple[int, int, int]]:
+        """How often each operator was tried, was accepted, and made the best plan shorter."""
+        return {name: tuple(self._chain.statistics[kind].tolist()) for kind, name in OPERATORS.items()}
+
+    @property
+    def deadlines(self) -> list[int]:
+        """Of the best plan so far, by group; 0 for groups that have no worker in this piece."""
+        here = np.zeros_like(self._chain.best.deadline)
+        here[self._arrays.group] = 1
+        deadlines: list[int] = (here * self._chain.best.deadline).tolist()
+        return deadlines
+
+    @property
+    def between_cycles(self) -> bool:
+        """Whether a cooling cycle is about to begin."""
+        return self._step == 0
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        if self._problem.optimizer == "staggered":
+            self._shifts = 0
+            for state in (self._chain.state, self._chain.best):
+                if self._problem.interleaved:
+                    state.end[:] = np.where(deadlines, deadlines, state.end)
+                    keep_ends(self._chain.instance, state)
+                else:
+                    state.deadline[:] = deadlines
+                    end_with_deadlines(self._chain.instance, state)
+            measure_best(self._chain, self._cycle)  # tells what to aim at
+            self._begin()
+
+    def loosen(self) -> None:
+        """Deadlines may be shifted again."""
+        often = max(self._params.steps_per_shift * self._problem.grid.pipelines,
+                    len(self._arrays.ops.duration) // self._params.ops_per_shift)
+        self._shifts = often if self._problem.optimizer == "staggered" else 0
+        self._begin()
+
+    def twin(self, seed: int) -> "AnnealingChain":
+        """Another chain of the same piece: it begins with the best plan of this one."""
+        other = copy(self)
+        other._chain = twin_chain(self._chain, seed)
+        other._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines,
+                                               self._params)
+        other._step = other.steps = other.cycles = 0
+        other.take(self)
+        return other
+
+    def take(self, other: "AnnealingChain") -> None:
+        """Go on from the best plan of another chain of the same piece, under its rules."""
+        for mine in (self._chain.state, self._chain.best):
+            _copy(other._chain.best, mine)
+        self._chain.record[:] = other._chain.record
+        self._shifts = other._shifts
+        self._begin()
+
+    def _aim(self) -> int:
+        return aim(self.period, self._goal, self._params.aim)
+
+    def _next_cycle(self) -> Cycle:
+        cooling = self._params.cycles[self.cycles % len(self._params.cycles)]
+        base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
+        return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
+                     pull=cooling.pull, goal=self._aim(), scale=self._scale,
+                     trade=self._params.trade, move=self._params.move, shifts=self._shifts,
+                     low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
+                     high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
+
+    def cool_within(self, rounds: float) -> None:
+        """Have the present cooling cycle end within so many more rounds: one cut off while hot has found little."""
+        end = max(self._params.fewest_steps, self._step + int(rounds * self.round_steps))
+        if end < self._cycle.steps:
+            self._cycle = self._cycle._replace(steps=end)
+
+    def run(self) -> None:
+        """One round of steps."""
+        self.advance(self.round_steps)
+
+    def advance(self, steps: int) -> None:
+        """Some steps, at most to the end of the cooling cycle."""
+        end = min(self._step + steps, self._cycle.steps)
+        while self._step < end and self.period > self._goal:
+            reached = anneal(self._chain, self._cycle, self._step, end)
+            self.steps += reached - self._step
+            self._step = reached
+            if reached < end:  # what the cycle aimed at
+                self._cycle = self._cycle._replace(goal=self._aim())
+                measure_best(self._chain, self._cycle)
+        if end == self._cycle.steps:  # go on from the best, in another way or more slowly
+            self.cycles, self._step = self.cycles + 1, 0
+            if self.cycles % len(self._params.cycles) == 0:
+                self._cycle_steps *= 2
+            _copy(self._chain.best, self._chain.state)
+            self._begin()
+
+    def solution(self) -> Solution:
+        """The best plan so far, on the clock of its deadlines."""
+        chain, arrays = self._chain, self._arrays
+        time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
+        begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
+        return arrays.assigned(chain.best.worker.copy()).solution(chain.sorting.order, chain.trial.late - begin)
+
+
+def _copy(source: State, target: State) -> None:
+    for values, array in zip(source, target, strict=True):
+        array[:] = values
+
+
+# --- Cooling cycles ---------------------------------------------------------------------------------------------------
+
+
+def aim(period: int, goal: int, share: float) -> int:
+    """What a cooling cycle aims at when the best plan has this period, in ticks; the goal: what no plan can beat.
+
+    Often no plan reaches the goal. That windows which do not matter come near to it is then bought with longer ones
+    that do: from a list schedule of 4,136 ticks, whose layout allows 4,118, a cycle that aimed at a bound of 4,030 cut
+    what windows exceed it by from 606 to 472, and ended at 4,152. `share`: of the way from the period to the goal.
+    """
+    return max(goal, int(period - share * (period - goal)))
+
+
+def first_cycle_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
+    """Steps of the first cooling cycles. At most a step times the ops of one pipeline anew."""
+    return max(params.fewest_steps, min(params.steps_per_op * ops, params.ops_per_cycle * pipelines // ops))
+
+
+def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
+    """Steps between two looks at the clock."""
+    return max(1, min(params.steps_per_round, params.ops_per_round * pipelines // ops))
+
+
+# --- All pieces of a job: always the longest one, in two chains side by side, or the two longest ----------------------
+
+
+CHAINS = 2
+"""Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
+
+Always as many, so that the plan does not depend on the machine.
+"""
+
+
+TELL_SECONDS, TELL_SHARE = 0.5, 0.1
+"""Between two better plans that are told of, and the share of the time that it may take: to join their pieces takes as
+long as some rounds."""
+
+
+def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
+                  params: AnnealingParams = DEFAULTS.annealing, cycles: int | None = None,
+                  tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
+    """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
+
+    Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
+    `tell` gets better ones now and then.
+    """
+    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed, params)
+                      for problem, solution in zip(problems, solutions, strict=True)])
+    clock = budget.clock
+    start, slowest = clock.now(), 0.0
+    told, when = pieces.period, start + TELL_SECONDS
+    with ThreadPoolExecutor(CHAINS - 1) as others:
+        while budget.end(pieces.period, goal, slowest) is None:
+            began = clock.now()
+            first, *rest = pieces.next_chains(goal)
+            if cycles is not None and first.cycles >= cycles:
+                break
+            clock.count((1 + len(rest)) * first.round_steps)
+            running = [others.submit(chain.run) for chain in rest]
+            first.run()
+            for chain in running:
+                chain.result()
+            pieces.end_round()
+            slowest = max(slowest, clock.now() - began)
+            pieces.cool_within(budget.seconds * pieces.rounds / (clock.now() - start))
+            if pieces.period < told and clock.now() > when:
+                told, began = pieces.period, clock.now()
+                tell(pieces.result())
+                when = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
+    pieces.count(budget.tally)
+    return pieces.result()
+
+
+class _PieceChains:
+    """A piece and its annealing chains, the second begun when it is first asked for."""
+
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
+                 params: AnnealingParams) -> None:
+        self.rounds = self.better = 0
+        """Rounds of annealing, and which of them found the last better plan."""
+        self._problem, self._seed = problem, seed * CHAINS
+        self.chains = [AnnealingChain(problem, solution, goal, self._seed, params)]
+        self.period = self.best.period
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it is a whole pipeline by itself."""
+        return not self._problem.failed and self._problem.grid.pipelines == 1
+
+    @property
+    def best(self) -> AnnealingChain:
+        """The chain with the best plan."""
+        return min(self.chains, key=lambda chain: chain.period)
+
+    @property
+    def cycles(self) -> int:
+        """Cooling cycles done."""
+        return self.chains[0].cycles
+
+    def chain(self, number: int) -> AnnealingChain:
+        """A chain by its number."""
+        if number == len(self.chains):
+            self.chains.append(self.best.twin(self._seed + number))
+        return self.chains[number]
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        for chain in self.chains:
+            chain.keep(deadlines)
+        self.period = self.best.period
+
+    def end_round(self) -> None:
+        """Chains that have done a cycle go on from the best plan of all."""
+        self.rounds += 1
+        best = self.best
+        for chain in self.chains:
+            if chain.between_cycles and chain.period > best.period:
+                chain.take(best)
+        if best.period < self.period:
+            self.period, self.better = best.period, self.rounds
+
+
+def _complete(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each with the latest of the others for groups whose deadline is 0 in it: it has none of their workers."""
+    latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
+    return [[own or other for own, other in zip(mine, latest, strict=True)] for mine in deadlines]
+
+
+class _Pieces:
+    """The pieces, which must all keep the same deadlines.
+
+    Where all but one are single healthy pipelines, which have time to spare, that one may shift the deadlines until
+    another one is annealed, which must be able to rely on them.
+    """
+
+    def __init__(self, pieces: list[_PieceChains]) -> None:
+        self._pieces = pieces
+        self.rounds = 0
+        """Of annealing, of any piece."""
+        self._annealed: list[_PieceChains] = []
+        """In the present round."""
+        self._shifting: _PieceChains | None = None
+        """The piece that may shift the deadlines."""
+        if len(pieces) == 1:
+            self._shifting = pieces[0]
+            return
+        ranked = sorted(pieces, key=lambda piece: (piece.healthy, -piece.period))
+        choice = _complete([piece.best.deadlines for piece in ranked])
+        periods = []
+        for deadlines in choice:
+            self._keep(deadlines, pieces)
+            periods.append(self.period)
+        best = periods.index(min(periods))
+        self._keep(choice[best], pieces)
+        if all(piece.healthy for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
+            self._shifting = ranked[0]
+            ranked[0].chains[0].loosen()
+
+    @staticmethod
+    def _keep(deadlines: Sequence[int], pieces: Sequence[_PieceChains]) -> None:
+        for piece in pieces:
+            piece.keep(deadlines)
+
+    @property
+    def period(self) -> int:
+        """Of the whole."""
+        return max(piece.period for piece in self._pieces)
+
+    def next_chains(self, goal: int) -> list[AnnealingChain]:
+        """What to anneal next: the longest piece, and beside it the next one if that is nearly as long."""
+        order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
+        self._annealed = order[:1]
+        if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
+            self._annealed = order[:CHAINS]
+            return [piece.chain(0) for piece in self._annealed]
+        return [order[0].chain(number) for number in range(CHAINS)]
+
+    def end_round(self) -> None:
+        """Exchange what the chains of a round have found."""
+        self.rounds += 1
+        for piece in self._annealed:
+            piece.end_round()
+        if self._shifting is None or len(self._pieces) == 1:
+            return
+        deadlines = self._shifting.best.deadlines
+        if self._annealed != [self._shifting]:
+            self._keep(deadlines, self._pieces)
+            self._shifting = None
+        else:
+            self._keep(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
+
+    def cool_within(self, rounds: float) -> None:
+        """Have the present cooling cycles end within so many more rounds, in which pieces take turns as before."""
+        for piece in self._annealed:
+            for chain in piece.chains:
+                chain.cool_within(rounds * piece.rounds / self.rounds)
+
+    def count(self, tally: Tally) -> None:
+        """Add what the operators of all chains have done."""
+        for piece in self._pieces:
+            for chain in piece.chains:
+                for name, (tried, _, better) in chain.operators.items():
+                    tally.add(f"annealing: {name}", tried, better)
+
+    def result(self) -> Annealed:
+        """The best plans found."""
+        ranked = sorted(self._pieces, key=lambda piece: -piece.period)
+        deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
+        last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
+        stale = 1 - last.better / last.rounds if last.rounds else 0.0
+        return Annealed([piece.best.solution() for piece in self._pieces], deadlines,
+                        sum(chain.steps for chain in last.chains), stale, last.cycles)

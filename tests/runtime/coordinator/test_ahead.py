@@ -1,0 +1,86 @@
+"""Schedules for the failures that may come next are planned ahead, once for all workers that may change places."""
+
+import pytest
+
+from slipstream.runtime.coordinator.ahead import AheadOfFailures
+from slipstream.runtime.coordinator.background import tried
+from slipstream.runtime.failure_domains import ALONE, FailureDomains
+from slipstream.schedules.check import check
+from slipstream.schedules.parts import divide
+from slipstream.schedules.schedule import NoScheduleError, Worker
+from tests.general import layers_moved
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = grid(4, 3, 4)
+FIRST = schedule_for(JOB, [])
+
+
+class Ahead:
+    """What is asked for, and when."""
+
+    def __init__(self, domains=ALONE, scheduler=None):
+        self.asked, self.waiting = [], []
+        self.ahead = AheadOfFailures(FIRST, scheduler or self._schedule, self._later, domains)
+
+    def _schedule(self, down):
+        self.asked.append(down)
+        return schedule_for(JOB, list(map(str, down)))
+
+    def _later(self, work, done, *, awaited):
+        assert not awaited and not self.waiting  # one at a time
+        self.waiting.append((work, done))
+
+    def plan(self, schedule, most=100):
+        self.ahead.look(schedule)
+        while self.waiting and most:
+            work, done = self.waiting.pop()
+            done(tried(work))
+            most -= 1
+
+
+def test_one_answer_for_each_stage_does_for_all_pipelines():
+    one = Ahead()
+    one.plan(FIRST)
+    assert len(one.asked) == 3
+    for worker in FIRST.grid.workers():
+        found = one.ahead.after((worker,))
+        assert found.failed == (worker,) and not check(found) and not found.moves and divide(found)
+        assert found.period_ticks == schedule_for(JOB, [str(worker)]).period_ticks
+    assert len(one.asked) == 3
+
+
+def test_the_likeliest_failures_come_first_and_what_is_not_known_is_asked_for():
+    machines = FailureDomains([Worker(pipeline, 0), Worker(pipeline, 1)] for pipeline in range(4))
+    one = Ahead(machines)
+    one.plan(FIRST, 3)
+    assert {failure[0].column for failure in one.asked} == {0, 1, 2} and all(len(one) == 1 for one in one.asked)
+    down = machines.together(Worker(2, 1))
+    assert one.ahead.after(down).failed == down and one.asked[-1] == down
+    one.plan(FIRST)
+    asked = len(one.asked)
+    assert asked == 5  # and a machine's
+    assert one.ahead.after(machines.together(Worker(3, 1))).failed and len(one.asked) == asked
+    one.plan(schedule_for(JOB, ["1.1"]))
+    assert one.ahead.after((Worker(0, 0), Worker(2, 1))).failed and Worker(1, 1) in one.asked[asked]
+
+
+def test_what_has_no_answer_is_asked_for_once():
+    def scheduler(down):
+        asked.append(down)
+        raise NoScheduleError("none")
+
+    asked = []
+    one = Ahead(scheduler=scheduler)
+    one.plan(FIRST)
+    one.plan(FIRST)
+    assert len(asked) == 3
+    with pytest.raises(NoScheduleError):
+        one.ahead.after((Worker(0, 0),))
+
+
+def test_nothing_is_planned_ahead_where_layers_have_moved():
+    one = Ahead()
+    one.plan(FIRST, 1)
+    one.plan(layers_moved())
+    assert len(one.asked) <= 2
