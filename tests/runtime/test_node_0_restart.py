@@ -74,11 +74,11 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     def validated(log: CommitLog, order: int, factor: Factor) -> tuple[CommitLog, list[Committed]]:
         return (log, []) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
 
-    def ran(log: CommitLog, report: Ran) -> tuple[CommitLog, list[Committed]]:
-        if place == "stepped" and report.iteration > int(at) and report.worker != Worker(0, 0):
+    def ran(log: CommitLog, *reports: Ran) -> tuple[CommitLog, list[Committed]]:
+        if place == "stepped" and any(one.iteration > int(at) and one.worker != Worker(0, 0) for one in reports):
             time.sleep(1.0)  # the others step it, too
             die()
-        found = entered(log, report)
+        found = entered(log, *reports)
         if place == "committing" and any(one.iteration == int(at) for one in found[1]):
             die()
         return found
