@@ -62,8 +62,11 @@ class Beside:
         if self._enqueues and self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame
 
     def drop(self) -> None:
         """Do not begin what has not been begun; returns when nothing is done any more, however that has ended."""

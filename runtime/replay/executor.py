@@ -68,7 +68,7 @@ class Executor:
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(session.worker)]
         self._split = schedule.backward == "split"
-        self._reduces_beside = session.one_process and _computes_after_reducing(self._program)
+        self._reduces_beside = _computes_after_reducing(self._program)
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps

@@ -1,5 +1,6 @@
 """Gloo behind a session: process groups over host memory, whose waits any thread can end."""
 
+import _thread
 import contextlib
 import threading
 import time
@@ -59,7 +60,10 @@ class Waits:
             else:
                 waiter.queue.put(None)
         if one.error is not None:
-            raise one.error
+            try:
+                raise one.error
+            finally:
+                del one  # the traceback refers to this frame
         if not one.over:
             raise RuntimeError("its connections were shut")
 
@@ -136,27 +140,58 @@ class GlooWork:
 
 
 class GlooGroup:
-    """A process group over gloo."""
+    """A process group over gloo.
+
+    Torch's end of one waits for all that is under way in it, and so without end for what gloo has forgotten, in
+    whichever thread lets go of it last. That may be any, in the middle of anything: an error that refers to itself by
+    its traceback keeps what its frames use until Python's collector comes. So torch's group is let go of by `close`, or
+    in a thread of its own.
+    """
 
     def __init__(self, group: Group, waits: Waits) -> None:
-        self._group = group
+        self._held = [group]
+        """Nothing else refers to it for longer than a call."""
         self._waits = waits
+
+    def __del__(self) -> None:
+        if self._held:  # no thread of `threading`: its locks may be held where the collector comes
+            _thread.start_new_thread(self._held.clear, ())
+
+    def close(self) -> None:
+        """It is not used any more. May wait without end."""
+        self._held.clear()
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
+        """Start to send to a rank."""
+        return self._waited(self._group.send(tensors, target, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Start to receive from a rank."""
         work = self._group.recv(tensors, source, tag)
-        if sum(one.nbytes for one in tensors) <= WHOLE_BYTES:
-            return work
+        return work if sum(one.nbytes for one in tensors) <= WHOLE_BYTES else self._waited(work)
+
+    def allreduce(self, *arguments: Any) -> Work:
+        """Start to sum in place."""
+        return self._waited(self._group.allreduce(*arguments))
+
+    def broadcast(self, *arguments: Any) -> Work:
+        """Start to bring a rank's tensor to all."""
+        return self._waited(self._group.broadcast(*arguments))
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
+        return self._waited(self._group._allgather_base(output, input))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any) -> Work:
+        return self._waited(cast(Any, self._group)._reduce_scatter_base(output, input, options))
+
+    @property
+    def _group(self) -> Group:
+        if not self._held:
+            raise RuntimeError("it is closed")
+        return self._held[0]
+
+    def _waited(self, work: Work) -> Work:
         return cast(Work, GlooWork(work, self._waits))
-
-    def __getattr__(self, name: str) -> Callable[..., Work]:
-        call, waits = cast(Callable[..., Work], getattr(self._group, name)), self._waits
-
-        def begin(*arguments: Any) -> Work:
-            return cast(Work, GlooWork(call(*arguments), waits))
-
-        setattr(self, name, begin)
-        return begin
 
 
 class Gloo:
@@ -228,5 +263,7 @@ class Gloo:
         return True
 
     def close(self, groups: Collection[Group]) -> None:
-        """Connections close when the last reference to a group is gone."""
+        """See `Backend`."""
         self._alive -= {id(group) for group in groups}
+        for one in cast(Collection[GlooGroup], groups):
+            one.close()

@@ -235,11 +235,6 @@ class Session:
         return all(backend.over([one.group for one in held if one.wanted.backend is backend])
                    for backend in self._links.backends)
 
-    @property
-    def one_process(self) -> bool:
-        """Whether this worker is one process, not several ranks or what is left of them."""
-        return self._membership.group is None
-
     def begin_beside(self, reduce: Callable[[], None]) -> None:
         """Reduce gradients beside what is computed from now on: one range after the other, as they are begun. Raises
         what an earlier one has raised."""
@@ -528,7 +523,7 @@ class Session:
 
 
 def _close(held: list[_Held]) -> None:
-    """Close groups; the references in the list are the last ones."""
+    """Close groups; of those over NCCL, the references in the list are the last ones."""
     for backend in {id(one.wanted.backend): one.wanted.backend for one in held}.values():
         backend.close([one.group for one in held if one.wanted.backend is backend])
     while held:
@@ -536,7 +531,7 @@ def _close(held: list[_Held]) -> None:
 
 
 def _close_beside(held: list[_Held]) -> None:
-    """Close groups in a thread of its own; gloo's end of a group waits for sums that it has forgotten."""
+    """Close groups in a thread of its own, which may wait without end (`runtime.replay.gloo.GlooGroup`)."""
     if held:
         threading.Thread(target=_close, args=(held,), daemon=True, name="closing").start()
 

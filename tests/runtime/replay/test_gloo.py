@@ -1,0 +1,81 @@
+"""The ends of process groups over gloo: no thread that does anything else waits for them."""
+
+import gc
+import threading
+import time
+import weakref
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from slipstream.runtime.replay.gloo import GlooGroup, Waits
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.tools.conformance import GLOO, LAYERS, Team
+from slipstream.runtime.torch_private import gloo_devices, gloo_group
+
+
+class Circle:
+    """Refers to itself, as an error does whose traceback has a frame that refers to the error."""
+
+    def __init__(self, group):
+        self.itself, self.group = self, group
+
+
+def test_the_collector_does_not_wait_for_a_sum_in_which_another_member_takes_no_part():
+    store, found = HashStore(), {}
+
+    def meet(rank):
+        found[rank] = GlooGroup(gloo_group(store, rank, 2, timedelta(minutes=1), gloo_devices()), Waits())
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    sums = [torch.ones(4) for _ in found]
+    circle = Circle(found.pop(0))
+    circle.group.allreduce([sums[0]])
+    gone = weakref.ref(circle)
+    del circle
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(20)
+    assert gone() is None and not collecting.is_alive()
+    found[1].allreduce([sums[1]]).wait()  # else its end would wait
+    found[1].close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_broken_sum_has_used_is_free_without_the_collector(beside):
+    team = Team(GLOO)
+    sessions, used = team.connected(), list[weakref.ref]()
+
+    def fail() -> None:
+        gradients = torch.ones(4)
+        used.append(weakref.ref(gradients))
+        try:
+            if beside:
+                sessions[1].begin_beside(partial(sessions[1].sum_over_sharers, LAYERS[1], [gradients]))
+                sessions[1].wait_beside()
+            else:
+                sessions[1].sum_over_sharers(LAYERS[1], [gradients])
+        except CommunicationError:
+            return
+        pytest.fail("another member has left")
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        sessions[2].abort()
+        thread.join(20)
+        deadline = time.monotonic() + 20
+        while used[0]() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        gc.enable()
+        team.close()
