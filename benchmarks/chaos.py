@@ -1,7 +1,7 @@
 """Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
 
     python -m benchmarks.chaos --events 300 --seed 1 [--grid 3x2] [--iterations 60] [--kind NAME] [--seconds 400]
-                               [--switch-interval 1e-6] [--node-0 0.3] [--log FILE] [--keep FOLDER]
+                               [--switch-interval 1e-6 | --double] [--node-0 0.3] [--log FILE] [--keep FOLDER]
 
 Trains a small GPT in float64, again and again, until so much has happened to the runs: workers die or lose their
 connections, by SIGKILL, SIGSTOP, an exception, a broken connection, or by just ending, or all of a node at once; before
@@ -11,8 +11,8 @@ roles move, nodes die, workers are slow, and layers move to better schedules, an
 (`benchmarks.chaos_scenario`). When a stage has no worker left, those that live go back to the newest checkpoint in
 place; when fewer live than there are stages, a new run goes on from it. With `--node-0`, such a share of the runs is
 led by a process of its own at first, which is killed, too; another one goes on with its workers. With
-`--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky moments. The seeds of the
-runs are consecutive.
+`--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky moments. With `--double`,
+tensors travel over the scripted double of NCCL that tests use, not over gloo. The seeds of the runs are consecutive.
 
 Checked after each run: losses and parameters against the same training in one process; that nobody was started again
 who had not been lost; that no process, thread or open descriptor is left, and in the folder nothing that nobody needs.
@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -202,22 +203,38 @@ def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> 
 
 @contextmanager
 def switching(seconds: float | None) -> Iterator[None]:
-    """Threads of this process and of those it starts meanwhile take turns so often; None: as usual, every 5 ms.
-
-    Python imports `sitecustomize` at its start, wherever its path has it.
-    """
+    """Threads of this process and of those it starts meanwhile take turns so often; None: as usual, every 5 ms."""
     if seconds is None:
         yield
         return
-    before, path = sys.getswitchinterval(), os.environ.get("PYTHONPATH")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(f"import sys\nsys.setswitchinterval({seconds!r})\n")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, path)))
+    before = sys.getswitchinterval()
+    with starting_with(f"import sys\nsys.setswitchinterval({seconds!r})\n"):
         sys.setswitchinterval(seconds)
         try:
             yield
         finally:
             sys.setswitchinterval(before)
+
+
+@contextmanager
+def over_double() -> Iterator[None]:
+    """This process, for good, and those that it starts meanwhile train over the double of NCCL."""
+    with starting_with("import benchmarks.chaos_double\n"):
+        import_module("benchmarks.chaos_double")
+        yield
+
+
+@contextmanager
+def starting_with(lines: str) -> Iterator[None]:
+    """Processes that are started meanwhile begin with these lines of Python: it imports `sitecustomize` at its start,
+    wherever its path has it."""
+    path = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(lines)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, str(Path(__file__).parents[1]), path)))
+        try:
+            yield
+        finally:
             os.environ["PYTHONPATH"] = path or ""
 
 
@@ -259,14 +276,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60, help="of each run")
     parser.add_argument("--kind", action="append", choices=list(settings("1x1", 1)), metavar="NAME",
                         help="of runs (benchmarks/README.md); may be repeated; by default all, in turn")
-    parser.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
+    how.add_argument("--double", action="store_true", help="train over the double of NCCL")
     parser.add_argument("--node-0", type=float, default=0.0, metavar="SHARE", help="of the runs in which node 0 dies")
     parser.add_argument("--log", type=Path, metavar="FILE", help="append what happened, a line a run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy there what is left of runs that go wrong")
     options = parser.parse_args()
     torch.set_num_threads(1)
     total, failed, began, leaks = Tally(), list[str](), time.monotonic(), Leaks()
-    with switching(options.switch_interval), ForkServer() as fork_server:
+    manners = over_double() if options.double else switching(options.switch_interval)
+    with manners, ForkServer() as fork_server:
         for seed in itertools.count(options.seed):
             if total.events >= options.events or time.monotonic() - began > options.seconds:
                 break
