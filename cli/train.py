@@ -41,7 +41,7 @@ from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options, search_params
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import read_rehearsals
-from slipstream.cli.shared.run_progress import shown
+from slipstream.cli.shared.run_progress import in_thread, shown
 from slipstream.cli.shared.train_answer import report, summary
 from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
 from slipstream.cli.shared.train_options import (
@@ -204,9 +204,9 @@ def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, 
     if done_without_this_node(folder, own.resume, own.config.training.iterations):
         _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
         return
-    with refusals():
-        join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
-             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
+    with refusals(), in_thread(_say) as say:
+        join(find(here, join_timeout, say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
+             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=say)
 
 
 def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | None,

@@ -8,6 +8,7 @@ import asyncio
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                     held.end(out)
                     assert error.__cause__ is not None
                     raise error.__cause__ from None
-                options.notify(f"node 0 failed, and is started again; its workers live: {error}")
+                options.notify("".join(traceback.format_exception(error.__cause__))
+                               + f"node 0 failed, and is started again; its workers live: {error}")
                 time.sleep(FIRST_PAUSE_SECONDS * 2 ** (len(failures) - 1))
 
 

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from slipstream.cli.app import app
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.presets import preset
 from slipstream.runtime import launch
+from slipstream.runtime.coordinator.loss_file import read_losses
 from slipstream.runtime.protocol.authentication import VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec
@@ -202,6 +204,20 @@ def test_schedules_come_from_a_table(job, tmp_path):
     job.write_text(JOB.replace("pipelines = 2", "pipelines = 3"))
     refused = train(job, "--table", table)
     assert refused.exit_code == 2 and "its pipelines are 2, the job's 3" in refused.stderr
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux can make a pipe short")
+def test_a_terminal_that_takes_nothing_holds_nothing_up(job, tmp_path):
+    running, losses = start(job, "--iterations", 150, "--method", "greedy", "--out", tmp_path / "out"), tmp_path / "out"
+    fcntl.fcntl(running.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        wait_for(lambda: read_losses(losses / "losses.jsonl", 0) is not None
+                 and len(read_losses(losses / "losses.jsonl", 0)) == 150)
+        output, told = running.communicate(timeout=240)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "150 iterations" in output
+    assert len(told) > 2 * 4096 and "iteration    149" in told, "it is all told later"
 
 
 @pytest.mark.slow
