@@ -42,6 +42,7 @@ from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.cli.shared.run_progress import in_thread, shown
+from slipstream.cli.shared.started_again import started_again
 from slipstream.cli.shared.train_answer import report, summary
 from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
 from slipstream.cli.shared.train_options import (
@@ -71,6 +72,7 @@ from slipstream.cli.shared.train_options import (
     Tensorboard,
     TrainingSeed,
 )
+from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS, PlanOptions
@@ -121,6 +123,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
+    if ctx.obj == PROGRAM and here.node == 0 and coordinator_timeout:
+        started_again(folder, _say)
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
