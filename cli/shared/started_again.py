@@ -7,8 +7,8 @@ it. What has been killed leaves its workers alive, and the next one goes on with
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.runtime.launch import Restarts
@@ -17,6 +17,7 @@ from slipstream.runtime.run_folder import left_behind
 
 MEANT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that tell a run to end."""
+PASSED_ON = {signal.SIGINT, signal.SIGTERM}
 
 
 def started_again(folder: Path, say: Callable[[str], None]) -> None:
@@ -27,31 +28,38 @@ def started_again(folder: Path, say: Callable[[str], None]) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    restarts, parent, child = Restarts(), os.getpid(), 0
-
-    def pass_on(number: int, _: object) -> None:
-        if child:
-            os.kill(child, number)
-
-    before = {number: signal.signal(number, pass_on) for number in MEANT[:2]}
+    restarts, parent = Restarts(), os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     while True:
         child = os.fork()
         if not child:
             signal_at_death_of_parent(signal.SIGKILL)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if os.getppid() != parent:
                 os._exit(1)
             return
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        child = 0
+        status = _wait_for(child)
         if status >= 0:
             os._exit(status)
-        killer = signal.Signals(-status)
-        pause = None if killer in MEANT or left_behind(folder) is None else restarts.failed()
+        pause = None if -status in MEANT or left_behind(folder) is None else restarts.failed()
         if pause is None:
-            signal.signal(killer, signal.SIG_DFL)
-            os.kill(parent, killer)
-        else:
-            say(f"node 0 was killed by {killer.name}, and is started again; its workers live")
-            time.sleep(pause)
+            with suppress(OSError):  # what cannot be caught
+                signal.signal(-status, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.kill(parent, -status)
+            os._exit(128 - status)  # the first process of a container is not killed
+        say(f"node 0 was killed by {signal.Signals(-status).name}, and is started again; its workers live")
+        if (told := signal.sigtimedwait(PASSED_ON, pause)) is not None:
+            os._exit(128 + told.si_signo)
+
+
+def _wait_for(child: int) -> int:
+    """Its exit status, once it has ended. Until then it gets the signals that this process gets, but those of a
+    terminal, which gives them to both."""
+    while True:
+        told = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
+        if told.si_signo != signal.SIGCHLD:
+            if told.si_code <= 0:
+                os.kill(child, told.si_signo)
+        elif (ended := os.waitpid(child, os.WNOHANG)) != (0, 0):
+            return os.waitstatus_to_exitcode(ended[1])
