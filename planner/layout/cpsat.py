@@ -1,12 +1,12 @@
-"""The exact assignment of layers and micro-batches to lines, in CP-SAT: least longest load, then fewest layers moved.
+"""The exact assignment of layers and micro-batches to replicas, by CP-SAT: least longest load, then fewest moves.
 
-Equal lines are counted, not listed: a *kind* of line that is cut anew has one set of variables, whatever its copies,
-and all lines that keep their stages together run what is left of each layer. The model has a few thousand variables
+Equal replicas are counted, not listed: a *kind* of those that are cut anew has one set of variables for all copies,
+and all replicas that keep their stages together run what is left of each layer. The model has a few thousand variables
 where the cluster has thousands of workers.
 
     hold[k, p, range]   position p of kind k holds this range of layers
-    cells[k, p, layer]  micro-batches whose layer it runs
-    whole[k], more[k]   a line of kind k runs so many whole micro-batches, and this many layers of one more
+    tasks[k, p, layer]  micro-batches whose layer it runs
+    whole[k], more[k]   a replica of kind k runs so many whole micro-batches, and this many layers of one more
     load                the longest load of any worker, in ticks
 """
 
@@ -17,45 +17,45 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.layout.division import Chunk, Divider, Division, Line, Piece, fill_idle
+from slipstream.planner.layout.division import Divider, Division, Replica, Slice, Workload, fill_idle
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.params import DEFAULTS
 
 
 class _Position(NamedTuple):
-    """A worker of a kind of line, as variables."""
+    """A worker of a kind of replica, as variables."""
 
     hold: dict[tuple[int, int], cp_model.IntVar]
     """Range of layers -> whether it holds these."""
-    cells: dict[int, cp_model.IntVar]
+    tasks: dict[int, cp_model.IntVar]
     """Layer -> micro-batches whose layer it runs."""
 
 
 class _Kind(NamedTuple):
-    """Equal lines that are cut anew."""
+    """Equal replicas that are cut anew."""
 
     copies: tuple[int, ...]
-    """Their numbers among all lines."""
+    """Their numbers among all replicas."""
     positions: list[_Position]
     whole: cp_model.IntVar
     more: cp_model.IntVar
 
 
 class Assignment:
-    """The model of a problem on given lines, and its hint: a division that is known."""
+    """The model of a problem on given replicas, and its hint: a division that is known."""
 
-    def __init__(self, problem: Problem, lines: Sequence[Line], known: Division, limit: int, *,
+    def __init__(self, problem: Problem, replicas: Sequence[Replica], known: Division, limit: int, *,
                  free: bool) -> None:
-        """`known`: a division whose longest load is `limit`. `free`: how much each line runs is open, too, not only how
-        it is cut."""
-        self._problem, self._lines, self._known, self._limit = problem, lines, known, limit
+        """`known`: a division whose longest load is `limit`. `free`: how much each replica runs is open, too, not only
+        how it is cut."""
+        self._problem, self._replicas, self._known, self._limit = problem, replicas, known, limit
         self._model = cp_model.CpModel()
         self._load = self._model.new_int_var(0, limit, "load")
-        self._kept = [index for index, line in enumerate(lines) if not line.cut]
+        self._kept = [index for index, replica in enumerate(replicas) if not replica.cut]
         self._free = free and bool(self._kept)
-        self._kinds = [self._kind(copies) for copies in self._equal_lines()]
+        self._kinds = [self._kind(copies) for copies in self._equal_replicas()]
         self._further: dict[tuple[int, int], cp_model.IntVar] = {}
-        """[kind, layer] whether the micro-batch that is cut over several lines passes this layer on this kind."""
+        """[kind, layer] whether the micro-batch that is cut over several replicas passes this layer on this kind."""
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class Assignment:
         if not self._kinds or self.size > largest:
             return None
         for kind in self._kinds:
-            self._ranges_hold_cells(kind)
+            self._ranges_hold_tasks(kind)
             self._longest_load(kind)
         self._rest_fits()
         self._hint()
@@ -90,44 +90,44 @@ class Assignment:
         budget.clock.count(second.deterministic_time / SOLVER_UNITS_PER_STEP)
         return self._division(best)
 
-    def _equal_lines(self) -> list[tuple[int, ...]]:
-        """The numbers of the lines that are cut anew, equal ones together."""
+    def _equal_replicas(self) -> list[tuple[int, ...]]:
+        """The numbers of the replicas that are cut anew, equal ones together."""
         problem, groups = self._problem, defaultdict(list)
-        for index, line in enumerate(self._lines):
-            if line.cut:
-                shape = tuple(problem.workers[worker] for worker in line.workers)
+        for index, replica in enumerate(self._replicas):
+            if replica.cut:
+                shape = tuple(problem.workers[worker] for worker in replica.workers)
                 part = () if self._free else tuple(self._profile(index))
                 groups[shape, part].append(index)
         return [tuple(copies) for copies in groups.values()]
 
     def _profile(self, index: int) -> list[int]:
-        """[layer] cells of a line in the division that is known."""
-        return [sum(chunk.get(layer, 0) for chunk in self._known.chunks[index])
+        """[layer] tasks of a replica in the division that is known."""
+        return [sum(workload.get(layer, 0) for workload in self._known.workloads[index])
                 for layer in range(self._problem.grid.layer_count)]
 
     def _kind(self, copies: tuple[int, ...]) -> _Kind:
-        model, problem, line = self._model, self._problem, self._lines[copies[0]]
+        model, problem, replica = self._model, self._problem, self._replicas[copies[0]]
         most = problem.grid.total_microbatches
         positions = []
-        for number, worker in enumerate(line.workers):
+        for number, worker in enumerate(replica.workers):
             hold: dict[tuple[int, int], cp_model.IntVar] = {}
             layers: set[int] = set()
-            for first, end in self._ranges(line, number, copies[0]):
+            for first, end in self._ranges(replica, number, copies[0]):
                 hold[first, end] = model.new_bool_var(f"hold {worker} {first} {end}")
                 layers.update(range(first, end))
-            cells = {layer: model.new_int_var(0, most, f"cells {worker} {layer}") for layer in sorted(layers)}
-            positions.append(_Position(hold, cells))
+            tasks = {layer: model.new_int_var(0, most, f"tasks {worker} {layer}") for layer in sorted(layers)}
+            positions.append(_Position(hold, tasks))
         return _Kind(copies, positions, model.new_int_var(0, most, "whole"),
                      model.new_int_var(0, problem.grid.layer_count - 1, "more"))
 
-    def _ranges(self, line: Line, number: int, index: int) -> list[tuple[int, int]]:
+    def _ranges(self, replica: Replica, number: int, index: int) -> list[tuple[int, int]]:
         """Ranges that a worker has memory for, no further from its present and its known ones than these are long."""
-        problem, worker = self._problem, line.workers[number]
-        known = sorted(self._known.chunks[index][number])
+        problem, worker = self._problem, replica.workers[number]
+        known = sorted(self._known.workloads[index][number])
         near = sorted({*known, *problem.layers_held(worker)})
         if not near:
             return []
-        reach = max(1, problem.grid.layer_count // len(line.workers) // 2)
+        reach = max(1, problem.grid.layer_count // len(replica.workers) // 2)
         low, high = max(0, known[0] - reach if known else near[0]), min(
             problem.grid.layer_count, (known[-1] + 1 + reach) if known else near[-1] + 1)
         found = []
@@ -140,15 +140,15 @@ class Assignment:
                 found.append((first, end))
         return found
 
-    def _ranges_hold_cells(self, kind: _Kind) -> None:
+    def _ranges_hold_tasks(self, kind: _Kind) -> None:
         """Positions hold one range or none, in order of layers, at most one layer in common."""
         model, count = self._model, self._problem.grid.layer_count
         reached: cp_model.LinearExprT = 0
         for position in kind.positions:
             model.add_at_most_one(position.hold.values())
-            for layer, cells in position.cells.items():
+            for layer, tasks in position.tasks.items():
                 holding = [literal for (first, end), literal in position.hold.items() if first <= layer < end]
-                model.add(cells <= self._problem.grid.total_microbatches * sum(holding))
+                model.add(tasks <= self._problem.grid.total_microbatches * sum(holding))
             begins = sum(first * literal for (first, _), literal in position.hold.items())
             absent = count - count * sum(position.hold.values())
             model.add(begins + absent >= reached - 1)
@@ -160,7 +160,7 @@ class Assignment:
             further = model.new_bool_var(f"more beyond {layer}")
             model.add(kind.more > layer).only_enforce_if(further)
             model.add(kind.more <= layer).only_enforce_if(~further)
-            run = sum(position.cells[layer] for position in kind.positions if layer in position.cells)
+            run = sum(position.tasks[layer] for position in kind.positions if layer in position.tasks)
             if self._free:
                 model.add(run == kind.whole + further)
             else:
@@ -168,18 +168,18 @@ class Assignment:
             self._further[kind.copies[0], layer] = further
 
     def _longest_load(self, kind: _Kind) -> None:
-        """Load: cells by their ticks and the worker's slowness, all-reduce and optimizer of what it holds, idle."""
-        problem, line = self._problem, self._lines[kind.copies[0]]
+        """Load: tasks by their ticks and the worker's slowness, all-reduce and optimizer of what it holds, idle."""
+        problem, replica = self._problem, self._replicas[kind.copies[0]]
         usual = max(1, self._known.whole[kind.copies[0]])
-        for number, (worker, position) in enumerate(zip(line.workers, kind.positions, strict=True)):
-            compute = sum(problem.costs.work[layer] * cells for layer, cells in position.cells.items())
-            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)
+        for number, (worker, position) in enumerate(zip(replica.workers, kind.positions, strict=True)):
+            compute = sum(problem.costs.work[layer] * tasks for layer, tasks in position.tasks.items())
+            idle = fill_idle(problem, worker, len(replica.workers) - 1 - number)
             beside = sum((sum(problem.costs.closing[first:end]) + idle(first, end, usual)) * literal
                          for (first, end), literal in position.hold.items())
             self._model.add(1000 * self._load >= problem.slowness(worker) * compute + 1000 * beside)
 
     def _rest_fits(self) -> None:
-        """What no line that is cut anew runs is run by those that keep their stages."""
+        """What no replica that is cut anew runs is run by those that keep their stages."""
         problem, model = self._problem, self._model
         if not self._free:
             return
@@ -188,29 +188,29 @@ class Assignment:
             for layer in range(problem.grid.layer_count)]
         for layer in range(problem.grid.layer_count):
             model.add(rest[layer] >= 0)
-        lines = len(self._kept)
+        replicas = len(self._kept)
         usual = max(1, max(self._known.whole[index] for index in self._kept))
-        line = self._lines[self._kept[0]]
+        replica = self._replicas[self._kept[0]]
         for (first, end), column in problem.paths[0]:
-            number = next(place for place, worker in enumerate(line.workers) if worker.column == column)
-            worker = line.workers[number]
+            number = next(place for place, worker in enumerate(replica.workers) if worker.column == column)
+            worker = replica.workers[number]
             held = problem.layers_held(worker)
-            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)(first, end, usual)
+            idle = fill_idle(problem, worker, len(replica.workers) - 1 - number)(first, end, usual)
             beside = sum(problem.costs.closing[layer] for layer in held) + idle
             work = {problem.costs.work[layer] for layer in range(first, end)}
             if len(work) == 1 and len(held) == end - first:
-                most = model.new_int_var(0, problem.grid.total_microbatches * (end - first), f"cells of stage {first}")
-                model.add(lines * most >= sum(rest[first:end]))
+                most = model.new_int_var(0, problem.grid.total_microbatches * (end - first), f"tasks of stage {first}")
+                model.add(replicas * most >= sum(rest[first:end]))
                 model.add(self._load >= most * work.pop() + beside)
             else:
-                model.add(lines * (self._load - beside) >= sum(
+                model.add(replicas * (self._load - beside) >= sum(
                     problem.costs.work[layer] * rest[layer] for layer in range(first, end)))
 
     def _moved(self) -> cp_model.LinearExprT:
         """Layers that workers must load."""
         terms = []
         for kind in self._kinds:
-            for worker, position in zip(self._lines[kind.copies[0]].workers, kind.positions, strict=True):
+            for worker, position in zip(self._replicas[kind.copies[0]].workers, kind.positions, strict=True):
                 held = set(self._problem.layers_held(worker))
                 for (first, end), literal in position.hold.items():
                     terms.append(len(kind.copies) * self._bytes(set(range(first, end)) - held) * literal)
@@ -224,49 +224,49 @@ class Assignment:
     def _variables(self) -> list[cp_model.IntVar]:
         return [variable for kind in self._kinds for variable in (
             kind.whole, kind.more, *(one for position in kind.positions
-                                     for one in (*position.hold.values(), *position.cells.values())))]
+                                     for one in (*position.hold.values(), *position.tasks.values())))]
 
     def _hint(self) -> None:
-        """The division that is known; equal lines as the first of them."""
+        """The division that is known; equal replicas as the first of them."""
         for kind in self._kinds:
             index = kind.copies[0]
             profile = self._profile(index)
             self._model.add_hint(kind.whole, min(profile))
             self._model.add_hint(kind.more, sum(profile) - min(profile) * len(profile))
-            for chunk, position in zip(self._known.chunks[index], kind.positions, strict=True):
-                ends = (min(chunk), max(chunk) + 1) if chunk else None
+            for workload, position in zip(self._known.workloads[index], kind.positions, strict=True):
+                ends = (min(workload), max(workload) + 1) if workload else None
                 for layers, literal in position.hold.items():
                     self._model.add_hint(literal, layers == ends)
-                for layer, cells in position.cells.items():
-                    self._model.add_hint(cells, chunk.get(layer, 0))
+                for layer, tasks in position.tasks.items():
+                    self._model.add_hint(tasks, workload.get(layer, 0))
         self._model.add_hint(self._load, self._limit)
 
     def _division(self, solver: cp_model.CpSolver) -> Division | None:
-        """The solver's answer for every line; None where cells do not divide over equal lines without a remainder."""
+        """The solver's answer for every replica; None where tasks do not divide evenly over equal ones."""
         limit = solver.value(self._load)
-        divider = Divider(self._problem, self._lines)
-        whole, chunks = list(self._known.whole), list(self._known.chunks)
+        divider = Divider(self._problem, self._replicas)
+        whole, workloads = list(self._known.whole), list(self._known.workloads)
         if not self._free:
             for kind in self._kinds:
                 for index in kind.copies:
-                    chunks[index] = self._chunks(kind, solver)
-            return Division(tuple(whole), tuple(chunks), self._known.pieces, self._known.items)
-        pieces: list[Piece] = []
+                    workloads[index] = self._workloads(kind, solver)
+            return Division(tuple(whole), tuple(workloads), self._known.slices, self._known.items)
+        slices: list[Slice] = []
         for kind in self._kinds:
             for index in kind.copies:
                 whole[index] = solver.value(kind.whole)
-                chunks[index] = self._chunks(kind, solver)
+                workloads[index] = self._workloads(kind, solver)
                 if solver.value(kind.more):
-                    pieces.append(Piece(len(pieces), 0, solver.value(kind.more), index, None))
-        left = self._problem.grid.total_microbatches - len(pieces) - sum(whole[index] for kind in self._kinds
+                    slices.append(Slice(len(slices), 0, solver.value(kind.more), index, None))
+        left = self._problem.grid.total_microbatches - len(slices) - sum(whole[index] for kind in self._kinds
                                                                    for index in kind.copies)
         for index in self._kept:
             whole[index] = min(left, divider.most_whole(index, limit))
             left -= whole[index]
-        return divider.complete(whole, chunks, pieces, limit)
+        return divider.complete(whole, workloads, slices, limit)
 
-    def _chunks(self, kind: _Kind, solver: cp_model.CpSolver) -> tuple[Chunk, ...]:
-        return tuple({layer: solver.value(cells) for layer, cells in position.cells.items() if solver.value(cells)}
+    def _workloads(self, kind: _Kind, solver: cp_model.CpSolver) -> tuple[Workload, ...]:
+        return tuple({layer: solver.value(tasks) for layer, tasks in position.tasks.items() if solver.value(tasks)}
                      for position in kind.positions)
 
 
@@ -280,14 +280,14 @@ def _solver(budget: Budget) -> cp_model.CpSolver:
     return solver
 
 
-def improved(problem: Problem, lines: Sequence[Line], known: tuple[int, Division],
+def improved(problem: Problem, replicas: Sequence[Replica], known: tuple[int, Division],
              budget: Budget, largest: int = DEFAULTS.layouts.largest_assignment) -> Division | None:
     """A division no longer than the known (longest load, division) that moves fewer layers; None where there is none.
 
     The same for the same seed where the solver is done within the budget.
     """
     for free, share in ((True, 0.7), (False, 1.0)):
-        division = Assignment(problem, lines, known[1], known[0], free=free).solve(budget.share(share), largest)
+        division = Assignment(problem, replicas, known[1], known[0], free=free).solve(budget.share(share), largest)
         if division is not None:
             return division
     return None
