@@ -225,12 +225,6 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     take."""
     fewer_sets: Share = 0.01
     """By how much of the period loads may be longer than with fewer and larger sets of replicas, each separate."""
-    assignment_seconds: Number = 2.0
-    """For the exact assignment of layers, at most;"""
-    assignment_share: Share = 0.2
-    """and of the time for list schedules;"""
-    largest_assignment: Count = 60_000
-    """where all positions together choose from so many ranges of layers: larger models find nothing in seconds."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
     small_share: Share = 0.25

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.budget import Budget
 from slipstream.planner.layout.division import Divider, Replica, cut, layout_of
 from slipstream.planner.layout.fixed import fixed_layout
 from slipstream.planner.model.decompose import part_of
@@ -214,22 +213,19 @@ def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 
-def candidates(problem: Problem, budget: Budget | None = None, *, seconds: float = 2.0,
-               largest_fine: float = math.inf, params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
+def candidates(problem: Problem, *, largest_fine: float = math.inf,
+               params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
-    `seconds`: by the clock of the budget, for the exact assignment (`planner.layout.cpsat`) of each different group.
     `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most those of `params`.
     Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
     no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
-    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds, params=params)
-    made = _moved(problem, assigned, fine, params) if problem.question.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
-    for make in made:
+    for make in _moved(problem, fine, params) if problem.question.layers == "move" else _fixed(problem):
         try:
             layout = make()
         except LookupError as error:
@@ -250,8 +246,7 @@ def _fixed(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
-           largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
+def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
@@ -283,7 +278,6 @@ def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
     if fits(params.parts):  # they take longest to list, so others come first
         yield recut(anywhere=True, parts=params.parts)
         yield recut(spread=False, parts=params.parts)
-    yield partial(grouped, assigned)
 
 
 class _Grouped:
@@ -304,16 +298,6 @@ def _require_layers(problem: Problem) -> None:
     missing = sorted(set(range(problem.grid.layer_count)) - held)
     if missing and not (problem.question.layers == "move" and problem.question.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")
-
-
-def _assigned(problem: Problem, *, budget: Budget, seconds: float, params: LayoutParams) -> Layout | None:
-    """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
-    from slipstream.planner.layout.cpsat import improved  # the solver takes a third of a second to load
-
-    replicas = replicas_of(problem)
-    known = Divider(problem, replicas).least()
-    division = known and improved(problem, replicas, known, budget.within(seconds), params.largest_assignment)
-    return division and layout_of(problem, replicas, division, "exact assignment, floating layers, the rest spread")
 
 
 def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,

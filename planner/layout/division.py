@@ -190,7 +190,10 @@ class Divider:
             left -= most
         if left and not self._spread:
             return None
-        return self.complete(whole, (), [] if self._separate else self._segments(whole, left, limit), limit)
+        segments = [] if self._separate else self._segments(whole, left, limit)
+        slices = self._over_sets(whole, left, limit) if self._separate else \
+            self._over_workers(whole, left, segments, limit)
+        return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
         """The same with a workload for each worker of the replicas that are cut anew."""
@@ -198,24 +201,6 @@ class Divider:
         return division._replace(workloads=tuple(
             tuple(self._balanced(replica, of, limit)) if replica.cut else ()
             for replica, of in zip(self._replicas, counts, strict=True)))
-
-    def complete(self, whole: Sequence[int], workloads: Sequence[Sequence[Workload]], segments: Sequence[Slice],
-                 limit: int) -> Division | None:
-        """The division with these whole micro-batches, workloads and segments of replicas that are cut anew.
-
-        The workers that keep their stages take the rest; None if it does not fit.
-        """
-        items = self._problem.grid.total_microbatches - sum(whole)
-        taken = {(slice_.item, layer) for slice_ in segments for layer in range(slice_.first, slice_.end)}
-        slices = self._over_sets(whole, items, limit) if self._separate else \
-            self._over_workers(whole, items, taken, limit)
-        if slices is None:
-            return None
-        return Division(tuple(whole), tuple(map(tuple, workloads)), (*segments, *slices), items)
-
-    def most_whole(self, index: int, limit: int) -> int:
-        """The most whole micro-batches of a replica within the limit."""
-        return self._most(index, limit)
 
     def _kind(self, replica: Replica) -> tuple[object, ...]:
         problem = self._problem
@@ -295,9 +280,10 @@ class Divider:
                    for worker, ticks in free.items() if worker.column == column)
         return tasks[:max(0, len(tasks) - room)]
 
-    def _over_workers(self, whole: Sequence[int], items: int, taken: set[Task], limit: int) -> list[Slice] | None:
-        """What is not taken of the items, over the workers that keep their stages; None if it does not fit."""
-        problem = self._problem
+    def _over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
+                      limit: int) -> list[Slice] | None:
+        """What no segment takes of the items, over the workers that keep their stages; None if it does not fit."""
+        problem, taken = self._problem, {(one.item, layer) for one in segments for layer in range(one.first, one.end)}
         slices: list[Slice] = []
         free = self._free(whole, limit) if items else {}
         for (first, end), column in problem.paths[0]:

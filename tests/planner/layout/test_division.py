@@ -7,9 +7,7 @@ from collections import Counter
 import networkx as nx
 import pytest
 
-from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates, one_cut, replicas_of
-from slipstream.planner.layout.cpsat import improved
 from slipstream.planner.layout.division import Divider, layout_of
 from slipstream.planner.model.bounds import work_bound
 from slipstream.schedules.schedule import Worker
@@ -97,37 +95,6 @@ def test_a_slow_worker_gets_less():
         for (first, end), worker in route:
             tasks[worker] += end - first
     assert max(abs(tasks[worker] - 2 * tasks[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
-
-
-@pytest.mark.parametrize(("pipelines", "stages", "microbatches", "failed", "slow"), [
-    (4, 4, 8, ["0.1"], {}), (4, 4, 8, ["0.1", "1.1"], {}), (2, 4, 8, ["0.1", "1.2"], {}),
-    (3, 4, 8, ["0.1"], {"1.2": 1500}),
-])
-def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, microbatches, failed, slow):
-    given = problem(pipelines, stages, microbatches, 4, failed=failed, slow=slow, transfer=1, room=4 * (8 + 2 * 8))
-    replicas = replicas_of(given)
-    known = Divider(given, replicas).least()
-    before = layout_of(given, replicas, known[1], "")
-    division = improved(given, replicas, known, Budget.of_steps(4_000_000))
-    assert division is not None
-    layout = layout_of(given, replicas, division, "")
-    assert_valid(given, layout)
-    assert max(loads(given, layout).values()) <= known[0]
-    assert loaded(given, layout) <= loaded(given, before)
-
-
-def loaded(given, layout):
-    """Layers that workers hold now and did not hold before."""
-    return sum(not any(first <= layer < end for first, end in given.workers[worker].holds)
-               for worker, ranges in layout.holds.items() for low, high in ranges for layer in range(low, high))
-
-
-def test_exact_assignments_of_one_seed_are_equal():
-    given = problem(4, 4, 8, 4, failed=["0.1"], transfer=1)
-    replicas = replicas_of(given)
-    known = Divider(given, replicas).least()
-    found = [improved(given, replicas, known, Budget.of_steps(12_000_000, 3)) for _ in range(2)]
-    assert found[0] == found[1]
 
 
 def test_candidates_are_no_longer_than_published_systems():
