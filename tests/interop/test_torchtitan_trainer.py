@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode, decode_metrics
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.compiling import check_compilable
 from tests.interop.titan_training import write_assets
 from tests.runtime.running import below, command_environment, free_port, losses_in
 
@@ -199,3 +202,53 @@ def test_what_torchtitan_does_not_take_is_said_in_one_line(tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert "Unrecognized options: --training.stepz, 3" in said[0]
+
+
+PLANS_ON = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from slipstream.cli import torchtitan
+
+def plan():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 3600).result()
+
+torchtitan._own = lambda: ()
+torchtitan._train = lambda: threading.Thread(target=plan, daemon=True, name="planning").start()
+torchtitan.main()
+"""
+
+
+@installed
+def test_it_ends_though_plans_are_made_for_a_run_that_is_over():
+    done = subprocess.run([sys.executable, "-c", PLANS_ON], cwd=ROOT, env=command_environment(), timeout=250,
+                          check=False)
+    assert done.returncode == 0
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules["torchtitan"] = None
+sys.argv[1:] = ["--module", "llama3"]
+runpy.run_module("slipstream.cli.torchtitan", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_where_torchtitan_is_not_installed_one_line_says_how(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, env=command_environment(), capture_output=True,
+                          text=True, timeout=100, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'slipstream-train[torchtitan]'" in done.stderr
+
+
+@pytest.mark.parametrize(("model", "training"), [
+    ({"torchtitan": "llama3/8B"}, {"tokens": "tokens.bin"}), ({"torchtitan": "llama3/8B"}, {"compile": True}),
+    ({}, {"data": "torchtitan"})])
+def test_nor_does_a_job_that_names_it(model, training, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("slipstream.runtime.model") and "torchtitan" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
+    given = parse_run_config(model, training)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-train\[torchtitan\]'") as error:
+        check_compilable(given, torch.device("cpu")) if given.training.compile else load_corpus(given, (1,))
+    assert "\n" not in str(error.value)
