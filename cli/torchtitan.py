@@ -212,7 +212,11 @@ def _own() -> tuple[Own, Trainer.Config]:
 
 
 def _take_part(own: Own) -> None:
-    """Train as a node that is not node 0, which has the Trainer."""
+    """Train as a node that is not node 0, which has the Trainer, unless all is done."""
+    ended = latest(own.folder / CHECKPOINTS)
+    if ended is not None and ended.iteration >= own.config.training.iterations:
+        logger.info(f"All steps are done; node {own.here.node} has nothing to do")
+        return
     secret = given_secret_or_refuse(own.here)
     assert secret is not None
     workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]

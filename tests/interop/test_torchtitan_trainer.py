@@ -45,9 +45,9 @@ def environment(folder, assets, dtype):
             "TITAN_DTYPE": dtype, "OMP_NUM_THREADS": "1"}
 
 
-def start(program, folder, assets, dtype, *more):
+def start(program, folder, assets, dtype, *more, machine=0, machines=1):
     """One process of either program, as torchrun starts it."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    alone = {"RANK": str(machine), "LOCAL_RANK": "0", "WORLD_SIZE": str(machines), "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}
     return subprocess.run([sys.executable, *words(program, folder, *more)], cwd=ROOT,
                           env=environment(folder, assets, dtype) | alone, capture_output=True, text=True, timeout=800,
@@ -136,13 +136,14 @@ def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options, ran
 def test_of_two_machines_that_torchrun_starts_one_is_lost(trained, tmp_path):
     """A worker dies and returns on one machine; then torchrun is killed on the other."""
     theirs, port = trained("float64"), free_port()
+    grid = (*TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2")
     given = environment(tmp_path, theirs.parent / "assets", "float64")
     logs = [tmp_path / f"machine-{machine}.log" for machine in range(2)]
     machines = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
          str(machine), "--master-addr", "127.0.0.1", "--master-port", str(port), *words(
-             OURS, tmp_path, *TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill",
-             "0.1@2", "--slipstream.return", "0.1@4", "--dataloader.pause", "0.2")],
+             OURS, tmp_path, *grid, "--slipstream.kill", "0.1@2", "--slipstream.return", "0.1@4",
+             "--dataloader.pause", "0.2")],
         cwd=ROOT, env=given, stdout=log.open("w"), stderr=subprocess.STDOUT) for machine, log in enumerate(logs)]
 
     def wait_until(done):
@@ -165,6 +166,8 @@ def test_of_two_machines_that_torchrun_starts_one_is_lost(trained, tmp_path):
     assert_same(tmp_path, theirs, "float64")
     alive = [order.live for order in orders_of(tmp_path)]
     assert alive[0] == 4 and min(alive) == alive[-1] == 2, alive
+    again = start(OURS, tmp_path, theirs.parent / "assets", "float64", *grid, machine=1, machines=2)
+    assert again.returncode == 0 and "node 1 has nothing to do" in again.stdout + again.stderr, again.stderr
 
 
 @installed
