@@ -91,7 +91,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         if begun is None or begun.iteration < self.step:
             begun = begin(self, own.config, saved)
         else:
-            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}; remove {own.folder} to start anew")
+            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}")
             self._count(begun.iteration)
         self.metrics_processor.time_last_log = time.perf_counter()
         if begun is None or begun.iteration < steps:
