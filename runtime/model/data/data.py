@@ -156,7 +156,7 @@ def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
     else:
         make = load_reference("training.data", name)
     try:
-        data = make(config)
+        data: Any = make(config)
         digest: object = data.digest
     except ConfigError:
         raise
