@@ -303,26 +303,16 @@ def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> l
 
 def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
     found: list[Crossing] = []
-    carried: dict[Sequence[int], Mapping[tuple[OpKind, int], list[tuple[OpKind, int, Tensor]]]] = {}
-    for kind, slice, pipeline, microbatch in order:
-        path = schedule.path(pipeline, microbatch)
-        if path not in carried:
-            carried[path] = _carried(path)
-        for taking, taker, tensor in carried[path][kind, slice]:
-            takes = places.get((taking, taker, pipeline, microbatch))
-            if takes is None:
-                continue
-            _, _, made, source = places[kind, slice, pipeline, microbatch]
-            if takes.worker != source:
-                found.append(Crossing(len(found), tensor, taker, pipeline, microbatch, source, takes.worker, made,
-                                      takes.place))
+    for key in order:
+        _, _, made, source = places[key]
+        _, _, pipeline, microbatch = key
+        for taker, rule in consumers(key, schedule.path(pipeline, microbatch)):
+            takes = places.get(taker) if rule.tensor is not None else None
+            if takes is not None and takes.worker != source:
+                assert rule.tensor is not None
+                found.append(Crossing(len(found), rule.tensor, taker[1], pipeline, microbatch, source, takes.worker,
+                                      made, takes.place))
     return found
-
-
-def _carried(path: Sequence[int]) -> Mapping[tuple[OpKind, int], list[tuple[OpKind, int, Tensor]]]:
-    """What ops of a route give to others: by their kind and slice, who takes it, and as what."""
-    return {(kind, slice): [(taking, taker, rule.tensor) for (taking, taker, *_), rule in consumers(
-        (kind, slice, 0, 0), path) if rule.tensor is not None] for kind in _EXCHANGING for slice in path}
 
 
 def _can_be_followed(crossings: Sequence[Crossing]) -> bool:
