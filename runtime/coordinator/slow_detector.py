@@ -49,7 +49,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -400,7 +400,7 @@ def _spreads(rows: Sequence[Sequence[float]]) -> Floats:
 def _deviations(values: Floats) -> Floats:
     """The standard deviations of normal values of which as many are as near to the median of their row."""
     distances = np.sort(np.abs(values - np.median(values, axis=1, keepdims=True)), axis=1)
-    return cast(Floats, distances[:, int(WITHIN * values.shape[1])] / _NORMAL)
+    return distances[:, int(WITHIN * values.shape[1])] / _NORMAL
 
 
 def _middle(seconds: Sequence[float]) -> float:
