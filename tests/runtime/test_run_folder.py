@@ -232,7 +232,7 @@ def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
     assert number > 40 and newest.iteration == 30, number
     # Without the removal these would have stayed.
     kinds = {"".join("N" if letter.isdigit() else letter for letter in path.split("/")[-1])[:9] for path in found}
-    assert {".layer-NN", ".manifest", ".schedule", ".losses.j"} <= kinds, kinds
+    assert {".layer-NN", ".manifest", ".schedule"} <= kinds, kinds
 
 
 def load_all(folder: Path):
