@@ -78,7 +78,8 @@ class _Engine:
     def best(self) -> Solved:
         """The best of all. Raises NoPlanError where there is none."""
         budget, several, proposals = self._budget, self._several, self._proposals
-        first = proposals.first and divided(proposals.first, proposals.bound, shedding=not self._greedy)
+        first = None if proposals.first is None else divided(proposals.first, proposals.bound,
+                                                             shedding=not self._greedy)
         blocks = self._params.blocks
         if first is not None:
             after = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
