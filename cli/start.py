@@ -2,6 +2,9 @@
 
 import sys
 
+PROGRAM = "slipstream"
+"""What commands find in their context where they are the whole program, which they may fork."""
+
 
 def main() -> None:
     """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
@@ -14,10 +17,10 @@ def main() -> None:
         from slipstream.cli.app import app
 
         try:
-            app(prog_name="slipstream")
+            app(prog_name=PROGRAM, obj=PROGRAM)
         except SystemExit as ended:
             _flush()
-            _leave_plans(ended.code)
+            leave_plans(ended.code)
             raise
         finally:
             _flush()
@@ -46,7 +49,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _leave_plans(code: object) -> None:
+def leave_plans(code: object) -> None:
     """Where a run has ended while threads plan for it, end here: at exit Python would wait for theirs for minutes."""
     import os
     import threading

@@ -12,7 +12,7 @@ from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.join_planning import Joins, Moves
+from slipstream.runtime.coordinator.join_planning import Joins
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from slipstream.runtime.coordinator.lost_workers import LostWorkers
 from slipstream.runtime.coordinator.part_moves import Partition
@@ -26,7 +26,7 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
-from slipstream.runtime.protocol.to_worker import NewCosts
+from slipstream.runtime.protocol.to_worker import Move, NewCosts
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -128,7 +128,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
     paused: PersistentMap[Worker, Holding] = PersistentMap()
     """Members that have."""
-    contents: Mapping[Worker, tuple[str, ...]] = {}
+    contents: PersistentMap[Worker, tuple[str, ...]] = PersistentMap()
     """By their digests, the contents of schedules that each worker has."""
     leaving: frozenset[Worker] = frozenset()
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
@@ -238,7 +238,7 @@ class Step(Effects):
         self.change(live=state.live.without(*gone), members=state.members - gone, paused=state.paused.without(*gone),
                     leaving=state.leaving - gone, asked=state.asked.without(*gone),
                     readable=state.readable.without(*gone),
-                    contents={worker: known for worker, known in state.contents.items() if worker not in gone})
+                    contents=state.contents.without(*gone))
         if isinstance(state.phase, Finishing):
             self.change(phase=replace(state.phase, finished=state.phase.finished.without(*gone)))
         if isinstance(state.phase, Rejoining):
@@ -256,7 +256,7 @@ class Step(Effects):
             return lost
         return partition.lost({one: kept for one, kept in self.state.kept.items() if one in workers})
 
-    def fetched_for(self, schedule: Schedule) -> Moves:
+    def fetched_for(self, schedule: Schedule) -> tuple[Move, ...]:
         """What workers are to fetch for a schedule, while all train by the present one."""
         state, placement = self.state, self.rules.placement
         held = state.held_now(placement)
