@@ -280,7 +280,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     (ready if isinstance(clock, StepClock) else begin)(progress)
     began = time.monotonic()
     roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
-    best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)
+    # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
+    first = options if options.steps is not None else options.within(options.seconds - roles)
+    best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
     in_place = msgspec.structs.replace(options.within(roles), layers="fixed")
     with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
         if failed and not best.interrupted:
