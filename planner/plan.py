@@ -293,7 +293,7 @@ def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     where that may be shorter, it is searched for with as many steps, which are its own."""
     given = budget.seconds
     found = _search(options, job, failed, budget, speed)
-    cut = found.schedule.scope is Scope.PLACE
+    cut = options.slices and found.schedule.scope is Scope.PLACE
     if options.steps is None or options.method in BASELINES or budget.stopped or not (options.layers == "move" or cut):
         return found
     narrower = msgspec.structs.replace(options, layers="fixed", from_checkpoint=False,
