@@ -2,8 +2,9 @@
 
 At once, a failure is answered with the layers where they are (`throughput`). While that schedule runs, layers move, and
 the settled one follows. Which workers are dead or slow then hardly matters, as any of them may hold any layers: the
-answer depends on how many there are. Large jobs are planned as groups of pipelines, each with its share of the
-failures; every group ends at the same time, and the one with most failures counts.
+answer depends on how many there are. Where a table has answers with layers moved, they are its own. Large jobs are
+planned as groups of pipelines, each with its share of the failures; every group ends at the same time, and the one with
+most failures counts.
 """
 
 import math
@@ -20,6 +21,8 @@ from slipstream.planner.periods import least_with_any_layers
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import layers_received
 from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.pattern import count_key, settled_key
+from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS, SECONDS_PER_OP = 0.5, 2e-4
 """Time for one plan, at most, and for each of its compute ops, as counted steps stand for it; list schedules of small
@@ -54,9 +57,10 @@ class SettledPlans:
     """The settled answers of a job, each planned once."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
-                 plan_seconds: float | None = None, dead: Sequence[Worker] = ()) -> None:
+                 plan_seconds: float | None = None, dead: Sequence[Worker] = (), table: Table | None = None) -> None:
         """`plan_seconds` of counted steps for one plan; None: by the size of the job. Where just these workers are
-        `dead`, and the job is not planned in groups, they are planned for as `slipstream plan` does.
+        `dead`, and the job is not planned in groups, they are planned for as `slipstream plan` does. What the `table`,
+        one of this job, has is not planned.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
@@ -64,7 +68,7 @@ class SettledPlans:
         self._announce = announce
         self._options = PlanOptions(method="cp-sat" if dead else "greedy", layers="move", steps=0)
         self._dead = sorted(dead)
-        self._seconds = plan_seconds
+        self._seconds, self._table = plan_seconds, table
         self._found: dict[tuple[int, int, Slow], Settled | None] = {}
 
     def answer(self, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
@@ -73,7 +77,8 @@ class SettledPlans:
         So one failure fewer is not slower: a live worker may idle. Where workers are slow, the plan for just that.
         """
         job = self._job
-        groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
+        divides = len(set(job.microbatches)) == 1 and self._of_table(failures) is None
+        groups = max(1, job.pipelines // GROUP) if divides else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
             return self._kept(pipelines, share, Slow(-(-slow.workers // groups), slow.factor))
@@ -83,8 +88,25 @@ class SettledPlans:
         more = self._kept(pipelines, share + 1)
         return more if found is None or (more and more.period < found.period) else found
 
+    def _of_table(self, failures: int) -> Schedule | None:
+        """The table's schedule for so many failures, or for those who are dead, where it has one."""
+        if self._table is None:
+            return None
+        if self._dead and failures == len(self._dead):
+            found = self._table.lookup(self._dead, settled=True)
+            return found.schedule if found else None
+        key = settled_key(count_key(failures))
+        return self._table.entry(key) if any(row.key == key and row.period for row in self._table.rows()) else None
+
+    def _settled(self, schedule: Schedule) -> Settled:
+        layers = max(map(len, layers_received(schedule).values()), default=0)
+        return Settled(_seconds(schedule), layers / self._layers_per_stage)
+
     def _kept(self, pipelines: int, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
         key = pipelines, failures, slow
+        if key not in self._found and pipelines == self._job.pipelines and not slow.workers and (
+                schedule := self._of_table(failures)):
+            self._found[key] = self._settled(schedule)
         if key not in self._found:
             few = f" and {slow.workers} slow" if slow.workers else ""
             self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, with layers "
@@ -120,10 +142,7 @@ class SettledPlans:
         for workers in chosen if best is None else [chosen[plans.index(best)]]:
             plan = self._schedule(job, workers, failures, slow, 1.0 - TRIAL if plans else 1.0)
             best = min(filter(None, (best, plan)), key=_seconds, default=None)
-        if best is None:
-            return None
-        layers = max(map(len, layers_received(best).values()), default=0)
-        return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
+        return None if best is None else self._settled(best)
 
     def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: Slow, share: float) -> Schedule | None:
         """The best schedule found in this share of the time, with the first of the chosen workers down and the others

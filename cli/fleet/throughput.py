@@ -53,7 +53,7 @@ class Throughputs:
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
         self.loads = Loads(self.job)
-        self._settled = SettledPlans(self.job, announce, settle_seconds, dead)
+        self._settled = SettledPlans(self.job, announce, settle_seconds, dead, table)
         self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}

@@ -86,7 +86,8 @@ class Executor:
         self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration: this worker's part of the mean loss (0 where none of its layers adds to it).
+        """Run one iteration, to a commit point: this worker's part of the mean loss (0 where none of its layers adds to
+        it).
 
         Raises CommunicationError, and whatever `before_op` raises.
         """
@@ -94,14 +95,18 @@ class Executor:
         while not self._run_program():
             self._forget_round()
         self._exchange.end_iteration()
+        self._session.commit_point()
+        self._steps.when_validated(partial(_note_whole, self._slices, self._steps, iteration))
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
-        """Run a program of forwards alone: this worker's part of the mean loss. Raises as `run`."""
+        """Run a program of forwards alone, as `run` does: this worker's part of the mean loss."""
         self._iteration = iteration
         self._run_program()
         self._exchange.end_iteration()
-        return self._slices.take_loss()
+        loss = self._slices.take_loss()
+        self._session.commit_point()
+        return loss
 
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before
@@ -123,10 +128,11 @@ class Executor:
     def gather_again(self) -> None:
         """Where the last step was another one than guessed, gather its parameters; all do so at the same place.
 
-        Raises CommunicationError.
+        They are whole only after a commit point: the step may have been committed long ago. Raises CommunicationError.
         """
         assert self._steps.validated is not None
         self._gather_all()
+        self._session.commit_point()
         self._slices.gathered(self._steps.validated[0])
 
     def _forget_round(self) -> None:
@@ -209,7 +215,6 @@ class Executor:
             self._steps.step(self._iteration, self._loss, self._wait_for_copies)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
             self._gather_all()
-            self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
     def _wait_for_copies(self) -> None:
         for exchange in self._parts:

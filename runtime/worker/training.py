@@ -80,7 +80,6 @@ class Training:
                 if is_evaluated(context.config.training, iteration):
                     evaluation = evaluate(iteration)
                     exchange.more(len(self._stretch(iteration + 1)))
-                self._session.commit_point()
                 self._reports.report(iteration, loss, steps, recorder, evaluation)
             self._reports.require_acknowledged()
         part.activity.begins("ends its last iteration")

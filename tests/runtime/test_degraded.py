@@ -47,6 +47,15 @@ def test_layers_that_share_parameters(sharded, fork_server, tmp_path):
     assert_same_numbers(result, judge(config("Tied", 1, **training), job.microbatches, ITERATIONS))
 
 
+@pytest.mark.slow
+def test_plans_with_reductions_beside_compute(fork_server, tmp_path):
+    job = grid(2, 2, 2, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nall_reduce = 2",
+               more="optimizer = 1\n[placement]\nlayers = [2, 2]\n[network]\noverlap = true")
+    assert schedule_for(job).overlaps
+    result = degraded(job, {"clip_norm": 0.5}, "Tied", fork_server, tmp_path)
+    assert_same_numbers(result, judge(config("Tied", 1, clip_norm=0.5), job.microbatches, ITERATIONS))
+
+
 @pytest.mark.parametrize(("job", "model", "training"), [
     (grid(2, 2, 2, more="optimizer = 1"), "Exact", {"clip_norm": 0.5}),
     (grid(3, 1, 2), "Tied", {"shard_optimizer": True})], ids=["whole", "sharded, tied"])

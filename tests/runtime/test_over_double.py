@@ -47,10 +47,10 @@ def test_killed_anywhere_and_back(training, workers_of_double, tmp_path):
     assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 
 
-@pytest.mark.parametrize("training", [{}, pytest.param(
-    {"shard_optimizer": True, "clip_norm": 1.8}, marks=pytest.mark.xfail(
-        reason="a known defect: after a death within a reduction, what NCCL's abort leaves reaches sharded state"))])
+@pytest.mark.parametrize("training", [{}, {"shard_optimizer": True, "clip_norm": 1.8}])
 def test_killed_while_gradients_are_reduced_beside_compute(training, workers_of_double, tmp_path):
+    """With clipping, the first one dies in an iteration that is void, in which the others gather parameters again: what
+    comes of that is not what the committed iteration before has left."""
     result = train([at("1.0", 1, "A"), at("0.1", 3, "O")], workers_of_double, tmp_path, job=OVERLAPPED,
                    config=eight_layers(6, **training))
     assert dead(result) == ["1.0", "0.1"]

@@ -2,7 +2,9 @@
 
 import pytest
 
+from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.protocol.failure_injection import Slowdown
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
@@ -36,6 +38,28 @@ def after_reducing(failed):
     """The place of the first op that worker 2.1 computes after it has begun a reduction."""
     kinds = [op.kind for op in schedule_for(JOB, failed).ops(Worker(2, 1))]
     return kinds.index(OpKind.W, kinds.index(OpKind.A))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_layers_that_share_parameters(shard, fork_server, tmp_path):
+    """The embedding is the head: its gradients are those of two reductions, by workers of two stages."""
+    config = parse_run_config(
+        {"name": "tests.runtime.exact_parallel:Tied", "blocks": 6, "width": 8, "heads": 2, "context": 8},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 6}, shard_optimizer=shard, clip_norm=0.5)
+    result = train([at("1.0", 1, "A"), at("0.1", 3, "stepped"), at("2.1", 4, after_reducing(["0.1", "1.0"]))],
+                   fork_server, tmp_path, job=JOB, config=config)
+    assert dead(result) == ["1.0", "0.1", "2.1"]
+
+
+def test_a_slow_worker_is_relieved(fork_server, tmp_path):
+    """Its peers run micro-batches of it, and one of them dies when it has begun a reduction."""
+    job = grid(3, 2, 4, times=TIMES, more="optimizer = 1\nslow = {'1.1' = 2.0}\n"
+                                          f"[placement]\nlayers = [4, 4]\n{NETWORK}")
+    schedule = schedule_for(job)
+    assert schedule.shed > 0 and begins_early(schedule)
+    result = train([at("2.1", 2, "A")], fork_server, tmp_path, job=job, config=eight_layers(6),
+                   slowdowns=(Slowdown(Worker(1, 1), 0, 2.0),))
+    assert dead(result) == ["2.1"]
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -60,6 +60,8 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     for row in (row for row in table.rows() if row.layers_moved is None):  # the others are settled
         target = throughputs.normal_form(row.failures)
         assert throughputs.planned(target) == pytest.approx(18 / row.period)
+    for row in (row for row in table.rows() if row.layers_moved is not None):
+        assert throughputs.settled(row.failures)[0] == pytest.approx(18 / row.period)
     with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
 

@@ -43,12 +43,12 @@ class Lone:
         model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
         placement = place(schedule.grid, model.layers)
         self.session.connect(placement.sharers(schedule, worker, sharing_of(model)))
-        holding = build_holding(model, placement.held(schedule, worker), config.training)
+        self.holding = holding = build_holding(model, placement.held(schedule, worker), config.training)
         holding.reduce_by(placement.reduced(schedule, worker))
         self.slices = Slices(holding, placement.slices(schedule, worker), model,
                              loss_scale=1 / schedule.grid.microbatches[0], config=config)
         self.recorder = Recorder(CPU, 0.0)
-        self._executor = Executor(
+        self.executor = Executor(
             schedule, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
             steps=Steps(holding, config.training, layers=model.layers, share=None,
                         staggered=True),
@@ -60,7 +60,7 @@ class Lone:
         losses = []
         for iteration in range(iterations):
             self.recorder.begin(0, traced=True)
-            losses.append(self._executor.run(iteration))
+            losses.append(self.executor.run(iteration))
         return losses
 
 
@@ -72,6 +72,18 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(Worker(0, 0))]
     assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.ops()] == program
     assert lone.slices.runners[0].in_flight() == 0
+    lone.session.close()
+
+
+def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
+    """Over NCCL an abort lets go of who waits for parameters as if they had come."""
+    lone = Lone(schedule_for(grid(1, 1, 3)), 2)
+    lone.run(1)
+    assert lone.holding.optimizer.whole_after == 0
+    monkeypatch.setattr(lone.slices, "arrived", lone.session.abort)
+    with pytest.raises(OrderEndedError):
+        lone.executor.run(1)
+    assert lone.holding.optimizer.whole_after is None
     lone.session.close()
 
 
