@@ -125,7 +125,8 @@ def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, 
     optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
                                            workers=2, microbatches=count, transfer=transfer)
     tick = exact(made.tick_seconds)
-    assert period_bound(given_problem).ticks * tick <= optimum <= made.period_ticks * tick
+    least = period_bound(given_problem).ticks * exact(given_problem.tick_seconds)
+    assert least <= optimum <= made.period_ticks * tick
     assert made.scope is Scope.LAYERS and made.lower_bound_ticks * tick <= optimum
 
 
