@@ -74,7 +74,8 @@ Policies = Annotated[list[str] | None, typer.Option("--policy", rich_help_panel=
 HtmlFile = Annotated[Path | None, typer.Option("--html", rich_help_panel=ANSWER, metavar="FILE", help=(
     "The report. Default: the job file's name with -simulation.html, here; none with --json."))]
 TableFolder = Annotated[Path | None, typer.Option("--table", rich_help_panel=FOLLOWED, metavar="DIR", help=(
-    "A table of schedules to take this planner's periods from; what is not in it is planned on the spot."))]
+    "A table of schedules to take this planner's from, at once and with layers moved; what is not in it is planned on "
+    "the spot."))]
 Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
     f"Failure rates to draw from where there is no trace: {', '.join(FAILURE_MODELS)}. Default: {DEFAULT_PRESET}."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,

@@ -17,7 +17,7 @@ def main() -> None:
             app(prog_name="slipstream")
         except SystemExit as ended:
             _flush()
-            _leave_plans(ended.code)
+            leave_plans(ended.code)
             raise
         finally:
             _flush()
@@ -46,7 +46,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _leave_plans(code: object) -> None:
+def leave_plans(code: object) -> None:
     """Where a run has ended while threads plan for it, end here: at exit Python would wait for theirs for minutes."""
     import os
     import threading

@@ -19,26 +19,22 @@ from pathlib import Path
 
 import torch
 import typer
-from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import init_logger, logger
-from torchtitan.trainer import Trainer
 
+from slipstream.cli.shared.console import complain
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
+from slipstream.cli.start import leave_plans
 from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_with
-from slipstream.runtime.config import RunConfig
+from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
-from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
-from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
-from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
 from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
@@ -48,6 +44,18 @@ from slipstream.runtime.run_folder import CHECKPOINTS, left_behind
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Schedule, Worker
+
+try:
+    from slipstream.runtime.model.layers.torchtitan.specification import as_given, in_one_process
+except ConfigError as error:
+    complain(error)
+    sys.exit(2)
+from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.trainer import Trainer
+
+from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
+from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
 
 PLAN_SECONDS = 10.0
 """For the first schedule."""
@@ -83,7 +91,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         if begun is None or begun.iteration < self.step:
             begun = begin(self, own.config, saved)
         else:
-            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}; remove {own.folder} to start anew")
+            logger.info(f"Goes on from step {begun.iteration}, of {begun.path}")
             self._count(begun.iteration)
         self.metrics_processor.time_last_log = time.perf_counter()
         if begun is None or begun.iteration < steps:
@@ -194,17 +202,21 @@ def _own() -> tuple[Own, Trainer.Config]:
     folder = Path(given.dump_folder).absolute() / "slipstream"
     config = run_config(arguments, given, folder / "initial")
     job = _job(options.job, given, _layers(config))
-    for line in differences(given):
-        logger.warning(line)
     alone = in_one_process(given)
     # As for a seed checkpoint: the Trainer's model is plain tensors on the CPU.
     alone = replace(alone, checkpoint=replace(alone.checkpoint, create_seed_checkpoint=True))
     rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
+    for line in (*differences(given), *rehearsals.never(given.training.steps)):
+        logger.warning(line)
     return Own(here, job, config, folder, rehearsals, options.settle), alone
 
 
 def _take_part(own: Own) -> None:
-    """Train as a node that is not node 0, which has the Trainer."""
+    """Train as a node that is not node 0, which has the Trainer, unless all is done."""
+    ended = latest(own.folder / CHECKPOINTS)
+    if ended is not None and ended.iteration >= own.config.training.iterations:
+        logger.info(f"All steps are done; node {own.here.node} has nothing to do")
+        return
     secret = given_secret_or_refuse(own.here)
     assert secret is not None
     workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]
@@ -216,11 +228,14 @@ def _take_part(own: Own) -> None:
 def main() -> None:
     """Train, or take part. Exits 2 where that cannot be, 1 where it fails, and as usual after a signal."""
     init_logger()
+    code = 0
     try:
         with refusals(lambda: "; the same command goes on from there"):
             _train(*_own())
     except typer.Exit as ended:
-        sys.exit(ended.exit_code)
+        code = ended.exit_code
+    leave_plans(code)
+    sys.exit(code)
 
 
 def _train(own: Own, config: Trainer.Config) -> None:

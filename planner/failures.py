@@ -121,7 +121,7 @@ class FailurePlanner:
                  settled: bool = False) -> Schedule | None:
         """The table's schedule, if it has one for this job, for which all have room, and which keeps all rules."""
         found = None if self._table is None else self._table.lookup(
-            down, held_elsewhere=held_elsewhere, settled=settled, nodes=self._job.nodes)
+            down, held_elsewhere=held_elsewhere, settled=settled, nodes=self._job.nodes, checked=False)
         fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule) \
             and not check(found.schedule)
         return found.schedule if found is not None and fits else None

@@ -60,10 +60,10 @@ class Arcs(NamedTuple):
     """[ops + 1]"""
     op: Ints
     """[arc] the op at the other end"""
-    tensor: Ints
-    """[arc] 1 where the later op takes a tensor from the earlier one: between two workers it needs `transfer` ticks"""
+    transfer: Ints
+    """[arc] ticks between the two ops where two workers run them; 0 where no tensor passes"""
     hop: Ints
-    """[arc] ticks that the tensor needs under the present assignment: 0 within a worker"""
+    """[arc] the same under the first assignment: 0 within a worker"""
 
 
 class Ops(NamedTuple):
@@ -75,8 +75,6 @@ class Ops(NamedTuple):
     """One more than any position."""
     mixed: bool
     """Whether workers run several slices."""
-    transfer: int
-    """Ticks of a tensor between two workers."""
     unit: Ints
     """[op]"""
     slice: Ints
@@ -549,17 +547,6 @@ FOREVER = 2**61
 """Ticks beyond those of any plan."""
 
 
-class TransferArcs(NamedTuple):
-    """Precedence arcs, compressed: those of op i have the numbers start[i] to below start[i + 1]."""
-
-    start: Ints
-    """[ops + 1]"""
-    op: Ints
-    """[arc] the op at the other end"""
-    transfer: Ints
-    """[arc] ticks between the two ops where two workers run them; 0 where no tensor passes"""
-
-
 class Instance(NamedTuple):
     """What annealing never changes."""
 
@@ -569,9 +556,9 @@ class Instance(NamedTuple):
     """[op]"""
     slice: Ints
     """[unit]"""
-    predecessors: TransferArcs
+    predecessors: Arcs
     """What each op waits for."""
-    successors: TransferArcs
+    successors: Arcs
     """What waits for each op."""
     group: Ints
     """[worker] its reduce group"""

@@ -203,7 +203,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     undivided: AtLeastOne = 8
     """Pipelines up to which layouts are made of all together; of more, group by group:"""
     most_helpers: Count = 16
-    """a line that is cut anew with so many whole pipelines at most,"""
+    """a replica that is cut anew with so many whole pipelines at most,"""
     fewer_helpers: Share = 0.005
     """with fewer where its longest load is longer by no more than such a share."""
     largest_shared: Count = 100_000
@@ -224,13 +224,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of a stage, which a worker takes of a micro-batch that is spread separately: shorter slices wait longer than they
     take."""
     fewer_sets: Share = 0.01
-    """By how much of the period loads may be longer than with fewer and larger sets of lines, each separate."""
-    assignment_seconds: Number = 2.0
-    """For the exact assignment of layers, at most;"""
-    assignment_share: Share = 0.2
-    """and of the time for list schedules;"""
-    largest_assignment: Count = 60_000
-    """where all positions together choose from so many ranges of layers: larger models find nothing in seconds."""
+    """By how much of the period loads may be longer than with fewer and larger sets of replicas, each separate."""
     fine_rate: Number = 10_000.0
     """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
     small_share: Share = 0.25

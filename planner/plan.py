@@ -112,7 +112,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     """
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
-        return Proposals(problem)
+        return Proposals(first=problem)
     sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
     question = Question(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
     given, below = (
@@ -125,10 +125,9 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
         below = msgspec.structs.replace(below, sharing=problem.sharing, parts=equal_parts(below.grid, below.costs))
     least, given = least_of(below), _telling(given, below)
 
-    def layouts(budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
+    def layouts(largest_fine: float) -> Iterator[Incumbent]:
         try:
-            for layout in candidates(given, budget, seconds=seconds, largest_fine=largest_fine,
-                                     params=options.params.layouts):
+            for layout in candidates(given, largest_fine=largest_fine, params=options.params.layouts):
                 yield divided(with_layout(given, layout), least, moved=_moved(given, layout))
         except LookupError as error:
             if options.from_checkpoint:
@@ -136,7 +135,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
             raise LookupError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a checkpoint"
                               ) from None
 
-    return Proposals(problem and _telling(problem, below, scale, units), layouts=layouts,
+    return Proposals(first=problem and _telling(problem, below, scale, units), layouts=layouts,
                      bound=msgspec.structs.replace(least, ticks=math.floor(least.ticks / scale)),
                      units=given.grid.total_microbatches * given.grid.depth, moving=options.layers == "move")
 

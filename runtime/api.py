@@ -14,6 +14,7 @@ from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_gro
 from slipstream.runtime.model.seeds import derive_seed, seeded
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
+from slipstream.runtime.run_options import Resilience
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "NodeFailure",
     "ReferenceResult",
+    "Resilience",
     "Return",
     "RunConfig",
     "RunError",

@@ -19,10 +19,10 @@ import msgspec
 
 from slipstream.schedules.equal import equal_groups
 from slipstream.schedules.graph import programs_of, require_acyclic
-from slipstream.schedules.layers import joined_ranges, layers_text, total
-from slipstream.schedules.memory import memory_profile
+from slipstream.schedules.layers import joined_ranges, layers_text
+from slipstream.schedules.memory import memory_profile, room
 from slipstream.schedules.precedence import OpKey, op_key
-from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Memory, Op, OpKind, Schedule, Seat, Worker
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 # --- The schedule under check, and what several rules look up in it ---------------------------------------------------
 
@@ -442,32 +442,19 @@ def memory(case: Case) -> Iterator[Violation]:
     if sizes is None:
         return
     for worker, ops in case.programs.items():
-        room, remark = _room(case, sizes, case.schedule.seat_of[worker])
-        if room < 0:
+        seat = case.schedule.seat_of[worker]
+        free = room(case.schedule, seat) or 0
+        if free < 0:
             yield Violation("memory", f"worker {worker} holds {listed(case.schedule.holds(worker))}, which weigh "
-                            f"{-room * sizes.unit:g} more than it has room for", worker=worker)
+                            f"{-free * sizes.unit:g} more than it has room for", worker=worker)
             continue
         for tick, held in memory_profile(sizes, ops):
-            if held > room:
+            if held > free:
                 op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
+                remark = "" if seat.holds is None else f" beside {listed(seat.holds)}"
                 yield Violation("memory", f"worker {worker} holds {held * sizes.unit:g} at {case.at(tick)}; its "
-                                f"capacity is {room * sizes.unit:g}{remark}", op, worker)
+                                f"capacity is {free * sizes.unit:g}{remark}", op, worker)
                 break
-
-
-def _room(case: Case, sizes: Memory, seat: Seat) -> tuple[int, str]:
-    """Room for activations on a worker, and a remark on how it comes about.
-
-    Capacity is what is left beside the layers of a column's own stages: whoever holds others has that much more or
-    less.
-    """
-    if seat.holds is None:
-        return sizes.beside(seat.worker, seat.role.column), ""
-    capacity, before = sizes.beside(seat.worker, seat.worker.column), sizes.weights_before
-    own = total(before, case.schedule.holds_of_column(seat.worker.column))
-    held = total(before, seat.holds)
-    return capacity + own - held, f", {capacity * sizes.unit:g} + {own * sizes.unit:g} for the layers of its column " \
-                                  f"- {held * sizes.unit:g} for those that it holds"
 
 
 def all_reduce(case: Case) -> Iterator[Violation]:

@@ -5,6 +5,7 @@ last of its workers gets there). Edges are data dependencies, the order of ops o
 between two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heapify, heappop, heappush
@@ -192,23 +193,29 @@ def _planned(node: Node) -> tuple[int, str]:
     return (node.start_ticks, "") if isinstance(node, Op) else (0, str(node))
 
 
+def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """[number] the least of all that a number is joined with by pairs: union-find with path halving."""
+    above = list(range(count))
+
+    def top(number: int) -> int:
+        while above[number] != number:
+            above[number] = number = above[above[number]]
+        return number
+
+    for one, other in pairs:
+        first, second = top(one), top(other)
+        above[max(first, second)] = min(first, second)
+    return [top(number) for number in range(count)]
+
+
 def groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """Pipelines that share micro-batches, as sorted groups: between groups only all-reduces are waited for."""
     foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
-    parent = list(range(schedule.grid.pipelines))
-
-    def root(pipeline: int) -> int:
-        while parent[pipeline] != pipeline:
-            parent[pipeline] = parent[parent[pipeline]]
-            pipeline = parent[pipeline]
-        return pipeline
-
-    for seat in schedule.seats:
-        for pipeline in foreign[seat.program]:
-            parent[root(pipeline)] = root(seat.role.pipeline)
-    found: dict[int, list[int]] = {}
-    for pipeline in range(schedule.grid.pipelines):
-        found.setdefault(root(pipeline), []).append(pipeline)
+    first = joined(schedule.grid.pipelines, ((seat.role.pipeline, pipeline) for seat in schedule.seats
+                                             for pipeline in foreign[seat.program]))
+    found: dict[int, list[int]] = defaultdict(list)
+    for pipeline, one in enumerate(first):
+        found[one].append(pipeline)
     return sorted(map(tuple, found.values()))
 
 

@@ -7,7 +7,7 @@ planned times, so that these are left out, and who runs the same ops in the same
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -20,6 +20,8 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, Pr
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
 """The ranges of layers by which a worker reduces gradients, each with all workers that do."""
+SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
+"""The same; a column stands for all live workers of it, so that a failure changes nothing."""
 Route = tuple[int, int, tuple[int, ...]]
 """Pipeline and number of a micro-batch, and the slices that it passes."""
 DIGEST_CHARACTERS = 32
@@ -147,8 +149,12 @@ def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, b
     sums, ties = _SUMS.decode(contents[share.sums])
     fields = {name: getattr(head, name) for name in Schedule.__struct_fields__}
     crossings = tuple(one.shifted(share.pipelines) for one in work.crossings) if share.pipelines else work.crossings
+    down = set(failed)
+    reduced = tuple((layers, tuple(one for pipeline in range(head.grid.pipelines)
+                                   if (one := Worker(pipeline, sharers)) not in down)
+                     if isinstance(sharers, int) else sharers) for layers, sharers in sums)
     return Part(**fields | {"failed": failed, "seats": (share.seat,), "programs": (work.program,)},
-                crossings=crossings, sums=sums, ties=ties,
+                crossings=crossings, sums=reduced, ties=ties,
                 own_routes=tuple((pipeline + share.pipelines, number, slices)
                                  for pipeline, number, slices in work.routes))
 
@@ -221,7 +227,7 @@ def _routes(schedule: Schedule, seat: Seat, shift: int) -> Iterator[Route]:
         yield pipeline - shift, number, tuple(schedule.path(pipeline, number))
 
 
-def _sums(schedule: Schedule) -> list[Sums]:
+def _sums(schedule: Schedule) -> list[SumsByColumn]:
     """By program."""
     ranges = [sorted({schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None})
               for program in schedule.programs]
@@ -229,7 +235,12 @@ def _sums(schedule: Schedule) -> list[Sums]:
     for seat in schedule.seats:
         for layers in ranges[seat.program]:
             workers[layers].append(seat.worker)
-    told = {layers: tuple(sorted(found)) for layers, found in workers.items()}
+    live = Counter(seat.worker.column for seat in schedule.seats)
+    told: dict[LayerRange, tuple[Worker, ...] | int] = {}
+    for layers, found in workers.items():
+        columns = {worker.column for worker in found}
+        told[layers] = found[0].column if len(columns) == 1 and len(found) == live[found[0].column] \
+            else tuple(sorted(found))
     return [tuple((layers, told[layers]) for layers in mine if layers in told) for mine in ranges]
 
 
@@ -316,4 +327,4 @@ def _can_be_followed(crossings: Sequence[Crossing]) -> bool:
 
 _FRAME = msgspec.json.Decoder(Schedule)
 _WORK = msgspec.json.Decoder(Work)
-_SUMS = msgspec.json.Decoder(tuple[Sums, tuple[tuple[int, tuple[Worker, ...]], ...]])
+_SUMS = msgspec.json.Decoder(tuple[SumsByColumn, tuple[tuple[int, tuple[Worker, ...]], ...]])

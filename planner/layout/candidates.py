@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.budget import Budget
-from slipstream.planner.layout.division import Divider, Line, cut, layout_of
+from slipstream.planner.layout.division import Divider, Replica, cut, layout_of
 from slipstream.planner.layout.fixed import fixed_layout
 from slipstream.planner.model.decompose import part_of
 from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop
@@ -26,36 +25,36 @@ from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, layers_in
 from slipstream.schedules.schedule import VirtualStage, Worker
 
-# --- Which live workers form lines, and the layouts of published systems ----------------------------------------------
+# --- Which live workers form replicas, and the layouts of published systems -------------------------------------------
 
 
-def lines_of(problem: Problem, *, anew: bool = False) -> list[Line]:
-    """Lines of the live workers: a pipeline's own where they can hold all layers, else those of several pipelines.
+def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
+    """Replicas of the live workers: a pipeline's own where they can hold all layers, else those of several pipelines.
 
     A pipeline that lost nobody and has nobody slow keeps its stages, unless all are cut `anew`. Those that are come
-    first. Raises LookupError when no line of all workers can hold all layers.
+    first. Raises LookupError when no replica of all workers can hold all layers.
     """
     by_pipeline: dict[int, list[Worker]] = {}
     for worker in problem.live:
         by_pipeline.setdefault(worker.pipeline, []).append(worker)
-    lines, pool = [], []
+    replicas, pool = [], []
     for workers in sorted(by_pipeline.values(), key=len):
         if not anew and _keeps(problem, workers):
-            lines.append(Line(tuple(_along(workers)), cut=False))
+            replicas.append(Replica(tuple(_along(workers)), cut=False))
         elif _holds_all(problem, workers):
-            lines.append(Line(tuple(_along(workers)), cut=True))
+            replicas.append(Replica(tuple(_along(workers)), cut=True))
         else:
             pool += workers
             if _holds_all(problem, pool):
-                lines.append(Line(tuple(_along(pool)), cut=True))
+                replicas.append(Replica(tuple(_along(pool)), cut=True))
                 pool = []
     if pool:
-        if not lines:
+        if not replicas:
             raise LookupError("the live workers have no room for all layers")
-        weakest = min(lines, key=lambda line: (not line.cut, len(line.workers), line.workers))
-        lines.remove(weakest)
-        lines.append(Line(tuple(_along([*weakest.workers, *pool])), cut=True))
-    return sorted(lines, key=lambda line: (not line.cut, line.workers[0].pipeline))
+        weakest = min(replicas, key=lambda replica: (not replica.cut, len(replica.workers), replica.workers))
+        replicas.remove(weakest)
+        replicas.append(Replica(tuple(_along([*weakest.workers, *pool])), cut=True))
+    return sorted(replicas, key=lambda replica: (not replica.cut, replica.workers[0].pipeline))
 
 
 def one_cut(problem: Problem) -> Layout | None:
@@ -122,7 +121,7 @@ def _keeps(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 
 def _holds_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Whether a line of these workers has room for all layers."""
+    """Whether a replica of these workers has room for all layers."""
     return cut(problem, _along(workers), [1] * problem.grid.layer_count, problem.ample_ticks * 4) is not None
 
 
@@ -161,12 +160,12 @@ def groups_of(problem: Problem, params: LayoutParams = DEFAULTS.layouts) -> Iter
     Who lost more may have more helpers. All in one group where there are few. Raises LookupError when the live workers
     cannot hold all layers.
     """
-    lines = lines_of(problem)
+    replicas = replicas_of(problem)
     if len(problem.grid.microbatches) <= params.undivided:
         yield tuple(range(len(problem.grid.microbatches)))
         return
-    kept = [line.workers[0].pipeline for line in lines if not line.cut]
-    weak = [tuple(sorted({worker.pipeline for worker in line.workers})) for line in lines if line.cut]
+    kept = [replica.workers[0].pipeline for replica in replicas if not replica.cut]
+    weak = [tuple(sorted({worker.pipeline for worker in replica.workers})) for replica in replicas if replica.cut]
     weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches)) if not problem.live_of[pipeline]]
     merged = {pipeline for group in weak for pipeline in group}
     kept = [pipeline for pipeline in kept if pipeline not in merged]
@@ -196,7 +195,7 @@ def _helpers(problem: Problem, group: tuple[int, ...], most: Sequence[int], tole
     def longest(count: int) -> float:
         part = part_of(problem, (*group, *most[:count]))
         try:
-            found = Divider(part, lines_of(part)).least(within=tolerance / 5)
+            found = Divider(part, replicas_of(part)).least(within=tolerance / 5)
         except LookupError:
             return math.inf
         return math.inf if found is None else found[0]
@@ -214,22 +213,19 @@ def _named(worker: Worker, pipelines: Sequence[int]) -> Worker:
 # --- All of them ------------------------------------------------------------------------------------------------------
 
 
-def candidates(problem: Problem, budget: Budget | None = None, *, seconds: float = 2.0,
-               largest_fine: float = math.inf, params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
+def candidates(problem: Problem, *, largest_fine: float = math.inf,
+               params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
-    `seconds`: by the clock of the budget, for the exact assignment (`planner.layout.cpsat`) of each different group.
     `largest_fine`: micro-batches times parts of stages up to which there are short slices, at most those of `params`.
     Raises LookupError when there is none: nobody holds some layer and none may be loaded from a checkpoint, or there is
     no room for all layers.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
-    assigned = partial(_assigned, budget=budget or Budget.of_steps(0), seconds=seconds, params=params)
-    made = _moved(problem, assigned, fine, params) if problem.question.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
-    for make in made:
+    for make in _moved(problem, fine, params) if problem.question.layers == "move" else _fixed(problem):
         try:
             layout = make()
         except LookupError as error:
@@ -250,8 +246,7 @@ def _fixed(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
-           largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
+def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
@@ -283,7 +278,6 @@ def _moved(problem: Problem, assigned: Callable[[Problem], Layout | None],
     if fits(params.parts):  # they take longest to list, so others come first
         yield recut(anywhere=True, parts=params.parts)
         yield recut(spread=False, parts=params.parts)
-    yield partial(grouped, assigned)
 
 
 class _Grouped:
@@ -306,22 +300,12 @@ def _require_layers(problem: Problem) -> None:
         raise LookupError(f"no live worker holds layer {missing[0]}")
 
 
-def _assigned(problem: Problem, *, budget: Budget, seconds: float, params: LayoutParams) -> Layout | None:
-    """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
-    from slipstream.planner.layout.cpsat import improved  # the solver takes a third of a second to load
-
-    lines = lines_of(problem)
-    known = Divider(problem, lines).least()
-    division = known and improved(problem, lines, known, budget.within(seconds), params.largest_assignment)
-    return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
-
-
 def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
            separate: bool = False, anew: bool = False, parts: int = 0,
            params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
-    """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
-    lines = lines_of(problem, anew=anew)
-    found = Divider(problem, lines, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
+    """The layout with the least longest load on replicas; `parts`: of `finer_slices`."""
+    replicas = replicas_of(problem, anew=anew)
+    found = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
                     params=params).least()
     if found is None:
         return None
@@ -329,7 +313,7 @@ def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anyw
     kind = ", ".join(["all pipelines re-cut" if anew else "re-cut pipelines",
                       "floating layers" if floating else "one cut each",
                       f"the rest spread{where}" if spread else "whole micro-batches"])
-    layout = layout_of(problem, lines, found[1], kind)
+    layout = layout_of(problem, replicas, found[1], kind)
     return finer_slices(problem, layout, parts) if parts else layout
 
 

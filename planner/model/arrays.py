@@ -75,7 +75,6 @@ class ProblemArrays:
         back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
         return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
-                   transfer=problem.times.transfer,
                    unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, slice=number, position=position,
                    back=back, worker=worker, duration=self._durations(number, worker),
                    predecessors=predecessors, successors=successors)
@@ -151,7 +150,7 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tupl
     """`RULES` for every unit: what each op waits for, and what waits for it."""
     kinds = problem.kinds
     units = np.arange(len(position), dtype=np.int64)
-    ops, awaited, tensors = [], [], []
+    ops, awaited, transfers = [], [], []
     for rule in RULES:
         if rule.kind in kinds and rule.awaited in kinds:
             where = (position + rule.step >= 0) & (position + rule.step < length)
@@ -160,24 +159,24 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> "tupl
             waiting = units[where]
             ops.append(waiting * len(kinds) + kinds.index(rule.kind))
             awaited.append((waiting + rule.step) * len(kinds) + kinds.index(rule.awaited))
-            tensors.append(np.full(len(waiting), rule.tensor is not None, dtype=np.int64))
-    later, earlier, tensor = map(np.concatenate, (ops, awaited, tensors))
-    hop = tensor * (worker[later // len(kinds)] != worker[earlier // len(kinds)]) * problem.times.transfer
+            transfers.append(np.full(len(waiting), problem.times.transfer if rule.tensor else 0, dtype=np.int64))
+    later, earlier, transfer = map(np.concatenate, (ops, awaited, transfers))
+    hop = transfer * (worker[later // len(kinds)] != worker[earlier // len(kinds)])
     count = len(position) * len(kinds)
-    return _compressed(count, later, earlier, tensor, hop), _compressed(count, earlier, later, tensor, hop)
+    return _compressed(count, later, earlier, transfer, hop), _compressed(count, earlier, later, transfer, hop)
 
 
 def _rehopped(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
     """The arcs with the hops of another assignment."""
     own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
-    return arcs._replace(hop=arcs.tensor * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]) * ops.transfer)
+    return arcs._replace(hop=arcs.transfer * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]))
 
 
-def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> "Arcs":
+def _compressed(count: int, own: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
     """Arcs by the op at their one end, those of an op in the order of the rules."""
     from slipstream.planner.kernel import Arcs
 
     order = np.argsort(own, kind="stable")
     start = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(own, minlength=count), out=start[1:])
-    return Arcs(start=start, op=other[order], tensor=tensor[order], hop=hop[order])
+    return Arcs(start=start, op=other[order], transfer=transfer[order], hop=hop[order])

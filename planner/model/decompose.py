@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from slipstream.planner.model.problem import MicroBatch, Problem, Visit, joined
+from slipstream.planner.model.problem import MicroBatch, Problem, Visit
+from slipstream.schedules.graph import joined
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -154,9 +154,10 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     if sharing is None:
         rooms = job.memory.capacity_of if job.memory else ()
         sharing = bool(failed or job.time.slow or rooms or len(set(job.microbatches)) > 1)
+    parts = equal_parts(grid, layer_costs(job)) if sharing and sliced and job.layers and all(job.layers) else ()
     problem = held_problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
                            memory=memory_in_units(job, unit_of(job)), holds=in_place(grid, failed), backward=backward,
-                           optimizer=optimizer, sharing=sharing, parts=_parts(job) if sharing and sliced else ())
+                           optimizer=optimizer, sharing=sharing, parts=parts)
     _require_feasible(problem)
     return problem
 
@@ -239,21 +240,8 @@ def grid_of(job: Job) -> Grid:
                 chains=job.chains)
 
 
-def _parts(job: Job) -> tuple[int, ...]:
+def equal_parts(grid: Grid, costs: LayerTicks | LayerCosts) -> tuple[int, ...]:
     """Layers of each stage; 0 where their ops or what they hold are not equal."""
-    if job.layers is None:
-        return ()
-    given = job.layer_values
-    values = [] if given is None else [of_layer for of_layer in (
-        given.forward, given.backward_input, given.backward_weight, given.activation, given.weight_stash) if of_layer]
-    ends = list(accumulate(job.layers[:len(job.layers) // job.chains], initial=0))
-    parts = [end - begin if all(len(set(of_layer[begin:end])) <= 1 for of_layer in values) else 0
-             for begin, end in pairwise(ends)]
-    return tuple(parts) * job.chains
-
-
-def equal_parts(grid: Grid, costs: LayerTicks) -> tuple[int, ...]:
-    """The same of costs of layers."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]
     return tuple(end - first if len(part) == 1 else 0

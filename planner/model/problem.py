@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from slipstream.schedules.graph import joined
 from slipstream.schedules.layers import LayerRange, total, totals
 from slipstream.schedules.precedence import OpKey
 from slipstream.schedules.schedule import (
@@ -37,27 +38,6 @@ class Bound(msgspec.Struct, frozen=True):
         """The larger of two bounds, which answer the same question; the first of equals."""
         assert self.scope is other.scope, f"a bound for {self.scope} and one for {other.scope} are not comparable"
         return other if other.ticks > self.ticks else self
-
-
-# --- What is joined by pairs ------------------------------------------------------------------------------------------
-
-
-def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """[number] the least of all that a number is joined with: union-find with path halving.
-
-    networkx has one, too, but a plan should not wait a tenth of a second for its import.
-    """
-    above = list(range(count))
-
-    def top(number: int) -> int:
-        while above[number] != number:
-            above[number] = number = above[above[number]]
-        return number
-
-    for one, other in pairs:
-        first, second = top(one), top(other)
-        above[max(first, second)] = min(first, second)
-    return [top(number) for number in range(count)]
 
 
 # --- What each layer costs --------------------------------------------------------------------------------------------

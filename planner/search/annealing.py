@@ -20,7 +20,6 @@ from slipstream.planner.kernel import (
     SHIFT,
     SPAN,
     TRADE,
-    Arcs,
     Chain,
     Cycle,
     Instance,
@@ -30,7 +29,6 @@ from slipstream.planner.kernel import (
     Sorting,
     State,
     Timing,
-    TransferArcs,
     anneal,
     end_with_deadlines,
     keep_ends,
@@ -85,8 +83,7 @@ def _instance(arrays: ProblemArrays) -> Instance:
     movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.slice, unit.pipeline)) > 1]
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
-        predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
-        successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
+        predecessors=arrays.ops.predecessors, successors=arrays.ops.successors,
         group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
@@ -96,11 +93,6 @@ def _instance(arrays: ProblemArrays) -> Instance:
         holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
         movable=ints(movable),
         hosts=_hosts(arrays), cost=_costs(arrays))
-
-
-def _arcs(arcs: Arcs, transfer: int) -> TransferArcs:
-    """Without the hops of the first assignment, since annealing changes it."""
-    return TransferArcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
 
 
 def _state(arrays: ProblemArrays, order: Ints) -> State:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import msgspec
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
@@ -206,14 +205,6 @@ PROVED = "what CP-SAT proved"
 """What its bounds count."""
 
 
-class Improvement(msgspec.Struct, frozen=True, kw_only=True):
-    """What the solver came back with: a plan no worse than the hint, and the bound it proved."""
-
-    solution: Solution
-    period_ticks: int
-    lower_bound_ticks: int
-
-
 def _unheard(period: int) -> None:
     """Reports nothing."""
 
@@ -231,8 +222,8 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
 
 
 def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
-            progress: Callable[[int], None]) -> Improvement:
-    """Search for a smaller period within the budget, starting from `hint`.
+            progress: Callable[[int], None]) -> tuple[Solution, int, int]:
+    """Search for a smaller period within the budget, starting from `hint`: (solution, its period, the bound proven).
 
     The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
     depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
@@ -244,14 +235,14 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
     status = _solve(solver, model, _OnSolution(progress), budget)
     if status == cp_model.UNKNOWN:
-        return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
+        return hint, before, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
     found = _read(problem, variables, solver)
     after = solution_period(problem, found)
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
-    return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
+    return found, after, min(bound, after)
 
 
 def excludes(problem: Problem, period: int, budget: Budget) -> bool:

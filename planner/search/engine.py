@@ -20,7 +20,7 @@ from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem, Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.improve import anneal, improve, list_schedules, provable
-from slipstream.planner.search.incumbent import Incumbent, Proposals, evidence
+from slipstream.planner.search.incumbent import Incumbent, Proposals, divided, evidence
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
@@ -52,7 +52,7 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
 
     Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
     """
-    proposals = given if isinstance(given, Proposals) else Proposals(given)
+    proposals = given if isinstance(given, Proposals) else Proposals(first=given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"
         return _baseline(proposals.first, method, params.blocks.largest_baseline)
@@ -71,14 +71,15 @@ class _Engine:
 
     def __init__(self, proposals: Proposals, budget: Budget, params: SearchParams, *, greedy: bool) -> None:
         self._proposals, self._budget, self._greedy = proposals, budget, greedy
-        self._params, self._layouts = params, params.layouts
+        self._params, self._layouts, self._several = params, params.layouts, proposals.layouts is not None
         self._found: list[Incumbent] = []
         self._began = budget.clock.now()
 
     def best(self) -> Solved:
         """The best of all. Raises NoPlanError where there is none."""
-        budget, several = self._budget, self._proposals.several
-        first = self._proposals.start(shedding=not self._greedy)
+        budget, several, proposals = self._budget, self._several, self._proposals
+        first = None if proposals.first is None else divided(proposals.first, proposals.bound,
+                                                             shedding=not self._greedy)
         blocks = self._params.blocks
         if first is not None:
             after = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
@@ -116,7 +117,7 @@ class _Engine:
     @property
     def _first_share(self) -> float:
         """Of the time for list schedules, what the problem with layers in place has."""
-        if not self._proposals.several:
+        if not self._several:
             return 1.0
         return self._layouts.first_share_move if self._proposals.moving else self._layouts.first_share_fixed
 
@@ -125,13 +126,13 @@ class _Engine:
     def _add(self, known: Incumbent, budget: Budget) -> None:
         """A few list schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
-            steps = 0 if self._proposals.several and not self._greedy else self._params.lists.most_steps
+            steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
             self._found.append(list_schedules(known, budget, self._params.lists, steps))
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts
-        exact = max(0.0, min(params.assignment_seconds, params.assignment_share * budget.seconds))
-        made = proposals.layouts(budget, seconds=exact, largest_fine=params.fine_rate * budget.seconds)
+        assert proposals.layouts is not None
+        made = proposals.layouts(params.fine_rate * budget.seconds)
         left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if proposals.moving else left

@@ -97,12 +97,11 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
         if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
             budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound.ticks * problem.tick_seconds)
 
-    result = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
-    budget.tally.add("CP-SAT: from the best plan", helped=int(result.period_ticks < period))
-    found = known
-    if result.period_ticks < period:
-        found = found.with_piece(index, result.solution, result.period_ticks)
-    proven = Bound(result.lower_bound_ticks, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
+    solution, after, bound = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget,
+                                           progress=report)
+    budget.tally.add("CP-SAT: from the best plan", helped=int(after < period))
+    found = known.with_piece(index, solution, after) if after < period else known
+    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
     # Its workers in any plan of the whole run a plan of this piece, if the ops of others are left out. Unless some of
     # theirs might go to workers of other pieces.
     alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock
+from slipstream.planner.budget import Clock
 from slipstream.planner.model import assemble
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose
@@ -105,8 +105,8 @@ FEW = 2
 """Micro-batches for each stage below which one more of them on a worker delays all of its pipeline's others."""
 
 
-def divided(problem: Problem, bound: Bound, *, shedding: bool = True, moved: int = 0) -> Incumbent:
-    """The pieces, with a bound that is known. `moved`: see `Incumbent`.
+def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0) -> Incumbent:
+    """The pieces, with a bound; by default, the strongest that is proven. `moved`: see `Incumbent`.
 
     Where live workers have equal time, each keeps its own micro-batches: a choice of hosts for all of them widens the
     search more than it gains (measured: with it, plans of benchmarks.quality with capacity S were up to 4 % longer).
@@ -115,7 +115,7 @@ def divided(problem: Problem, bound: Bound, *, shedding: bool = True, moved: int
     few = max(problem.grid.microbatches) < FEW * problem.grid.depth
     searched = problem if problem.unequal_time or problem.assigned else \
         msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
-    return Incumbent(problem=problem, pieces=decompose(searched), bound=bound, moved=moved)
+    return Incumbent(problem=problem, pieces=decompose(searched), bound=bound or strongest_bound(problem), moved=moved)
 
 
 # --- Where the period is above the bound: whether more time is likely to help -----------------------------------------
@@ -144,33 +144,20 @@ def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
 # --- What a search may choose from ------------------------------------------------------------------------------------
 
 
-Layouts = Callable[..., Iterator[Incumbent]]
-"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with a budget,
-`seconds` for the exact assignment of layers, and `largest_fine`: see `planner.layout.candidates`. Raises LookupError
-where there is none."""
+Layouts = Callable[[float], Iterator[Incumbent]]
+"""Candidates, the most promising first, without solutions; each is made when it is asked for. Called with
+`largest_fine`: see `planner.layout.candidates`. Raises LookupError where there is none."""
 
 
-class Proposals:
+class Proposals(msgspec.Struct, frozen=True, kw_only=True):
     """Of one question. Alone, a problem is its only candidate."""
 
-    def __init__(self, first: Problem | None, *, bound: Bound | None = None, layouts: Layouts | None = None,
-                 units: int = 0, moving: bool = False) -> None:
-        """`first`: with layers in place; None where that has no plan. `bound`: in its ticks, where it must hold for the
-        `layouts`, too. `units`: micro-batches at stages. `moving`: whether layers may move."""
-        self.first, self.units, self.moving = first, units, moving
-        self._bound, self._layouts = bound, layouts
-
-    @property
-    def several(self) -> bool:
-        """Whether layouts are proposed."""
-        return self._layouts is not None
-
-    def start(self, *, shedding: bool) -> Incumbent | None:
-        """The problem with layers in place, its pieces and the bound, without solutions."""
-        if self.first is None:
-            return None
-        return divided(self.first, self._bound or strongest_bound(self.first), shedding=shedding)
-
-    def layouts(self, budget: Budget, *, seconds: float, largest_fine: float) -> Iterator[Incumbent]:
-        """The others."""
-        return self._layouts(budget, seconds=seconds, largest_fine=largest_fine) if self._layouts else iter(())
+    first: Problem | None
+    """With layers in place; None where that has no plan."""
+    bound: Bound | None = None
+    """In its ticks, where it must hold for the layouts, too."""
+    layouts: Layouts | None = None
+    units: int = 0
+    """Micro-batches at stages."""
+    moving: bool = False
+    """Whether layers may move."""

@@ -356,7 +356,7 @@ def _longer(arrays: ProblemArrays) -> Floats:
     In times that the busiest worker needs for a micro-batch. An op waits on average for half of another one to end.
     """
     ops, kinds = arrays.ops, arrays.ops.kinds
-    both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * ops.transfer + ops.duration.mean()
+    both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * arrays.problem.times.transfer + ops.duration.mean()
     begins = np.flatnonzero(np.diff(arrays.unit_numbers[:, 1:], axis=0, prepend=-1).any(axis=1))
     ways = np.add.reduceat(both, begins)
     busiest = np.bincount(ops.worker[ops.unit], weights=ops.duration).max()

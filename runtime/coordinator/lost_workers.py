@@ -1,10 +1,11 @@
 """Lost workers: why each is gone, and with them what is missing now."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
+from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Worker
 
@@ -20,17 +21,15 @@ class Loss(NamedTuple):
 class LostWorkers(msgspec.Struct, frozen=True):
     """Those that are gone, until they are back."""
 
-    losses: Mapping[Worker, Loss] = {}
+    losses: PersistentMap[Worker, Loss] = PersistentMap()
 
     def adding(self, worker: Worker, reason: str, layers: Collection[int]) -> "LostWorkers":
         """A worker is gone that held these layers."""
-        return LostWorkers({**self.losses, worker: Loss(reason, frozenset(layers))})
+        return LostWorkers(self.losses.adding(worker, Loss(reason, frozenset(layers))))
 
     def back(self, worker: Worker) -> "LostWorkers":
         """It is there again."""
-        if worker not in self.losses:
-            return self
-        return LostWorkers({one: loss for one, loss in self.losses.items() if one != worker})
+        return LostWorkers(self.losses.without(worker))
 
     def reasons(self) -> str:
         """Of all losses."""

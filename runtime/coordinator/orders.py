@@ -91,7 +91,7 @@ def _assign(step: Step, parts: Parts) -> None:
         contents[worker] = (*known, *unknown)[-KEPT_CONTENTS:]
         for digest in unknown:
             lacking[digest].append(worker)
-    step.change(contents=contents)
+    step.change(contents=PersistentMap(contents.items()))
     for digest, workers in lacking.items():
         step.send(sorted(workers), Content(digest, msgspec.Raw(parts.contents[digest])))
     for worker, share in parts.shares.items():

@@ -128,7 +128,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
     paused: PersistentMap[Worker, Holding] = PersistentMap()
     """Members that have."""
-    contents: Mapping[Worker, tuple[str, ...]] = {}
+    contents: PersistentMap[Worker, tuple[str, ...]] = PersistentMap()
     """By their digests, the contents of schedules that each worker has."""
     leaving: frozenset[Worker] = frozenset()
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
@@ -238,7 +238,7 @@ class Step(Effects):
         self.change(live=state.live.without(*gone), members=state.members - gone, paused=state.paused.without(*gone),
                     leaving=state.leaving - gone, asked=state.asked.without(*gone),
                     readable=state.readable.without(*gone),
-                    contents={worker: known for worker, known in state.contents.items() if worker not in gone})
+                    contents=state.contents.without(*gone))
         if isinstance(state.phase, Finishing):
             self.change(phase=replace(state.phase, finished=state.phase.finished.without(*gone)))
         if isinstance(state.phase, Rejoining):

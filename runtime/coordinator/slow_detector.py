@@ -51,7 +51,13 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
 from slipstream.schedules.schedule import LayerRange, OpKind, Worker
+
+Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
 """Iterations are put together until they took so long. Where processes share cores, one may get none for seconds."""
@@ -165,7 +171,7 @@ class _Watched:
         """Of the history, or of the first observations about their median: a worker may be slow from the start."""
         if len(self.history) >= FIRST:
             return self.spread
-        return _spread([*self.history, *self.pending, *(y for _, y in self.waiting)])
+        return float(_spreads([[*self.history, *self.pending, *(y for _, y in self.waiting)]])[0])
 
     def believe(self, factor: float) -> None:
         """What was measured is dropped, but for what tells the spread."""
@@ -181,8 +187,10 @@ class _Watched:
         while len(self.pending) > possible:
             self.history.append(self.pending.pop(0))
             self.added += 1
-        if self.added >= min(BATCH, len(self.history) / BATCH):
-            self.spread, self.added = _spread(list(self.history)), 0
+
+    def is_due(self) -> bool:
+        """Whether the spread of the history is to be found anew."""
+        return self.added > 0 and self.added >= min(BATCH, len(self.history) / BATCH)
 
 
 class SlowDetector:
@@ -324,6 +332,13 @@ class SlowDetector:
             watched.waiting.clear()
             changes += self._changes(worker, watched, spread)
             watched.settle()
+        due: dict[int, list[_Watched]] = defaultdict(list)
+        for watched in map(self._watched.__getitem__, observed):
+            if watched.is_due():
+                due[len(watched.history)].append(watched)
+        for alike in due.values():
+            for watched, found in zip(alike, _spreads([list(one.history) for one in alike]), strict=True):
+                watched.spread, watched.added = float(found), 0
         return changes
 
     def _changes(self, worker: Worker, watched: _Watched, spread: float) -> Iterator[SpeedChange]:
@@ -372,18 +387,20 @@ def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
     return values[begin][0], statistics.median([value for _, value in values[begin:]])
 
 
-def _spread(values: Sequence[float]) -> float:
-    """The standard deviation of one of them, or that which the means of `BATCH` successive ones tell of."""
-    means = [statistics.fmean(values[at:at + BATCH]) for at in range(len(values) - BATCH + 1)]
-    return max(_deviation(values), math.sqrt(BATCH) * _deviation(means))
+def _spreads(rows: Sequence[Sequence[float]]) -> Floats:
+    """Of rows of equally many values, for each the standard deviation of one of them, or that which the means of
+    `BATCH` successive ones tell of. All at once: there are thousands."""
+    values = np.array(rows)
+    found = _deviations(values)
+    if values.shape[1] < BATCH:
+        return found
+    return np.maximum(found, math.sqrt(BATCH) * _deviations(sliding_window_view(values, BATCH, axis=1).mean(axis=2)))
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """The standard deviation of normal values of which as many are as near to the median."""
-    if not values:
-        return 0.0
-    middle = statistics.median(values)
-    return sorted(abs(value - middle) for value in values)[int(WITHIN * len(values))] / _NORMAL
+def _deviations(values: Floats) -> Floats:
+    """The standard deviations of normal values of which as many are as near to the median of their row."""
+    distances = np.sort(np.abs(values - np.median(values, axis=1, keepdims=True)), axis=1)
+    return distances[:, int(WITHIN * values.shape[1])] / _NORMAL
 
 
 def _middle(seconds: Sequence[float]) -> float:

@@ -210,9 +210,7 @@ def _ready(step: Step, report: Ready) -> None:
         raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or know other costs of samples; "
                              "give every node the same [training] and data")
     step.change(live=state.live.adding(worker, Present(report.addresses, report.stands_for)), corpus=corpus,
-                lost=state.lost.back(worker))
-    if worker in state.contents:
-        step.change(contents={one: known for one, known in state.contents.items() if one != worker})
+                lost=state.lost.back(worker), contents=state.contents.without(worker))
     if isinstance(state.phase, Rejoining):
         step.change(phase=state.phase.ready(worker, report.known, step.at))
 

@@ -146,7 +146,7 @@ class _Server:
 
     def _fork(self, spec: ProcessSpec) -> None:
         for module in spec.imports:
-            with contextlib.suppress(ImportError):  # which the process will say
+            with contextlib.suppress(Exception):  # which the process will say
                 importlib.import_module(module)
         ours, theirs = os.pipe()
         parent = os.getpid()

@@ -109,7 +109,7 @@ class Table:
     def entry(self, key: str) -> Schedule:
         """The stored schedule of an entry, checked. Raises TableError, and KeyError for an unknown key."""
         if key not in self._checked:
-            self._checked[key] = self._check(self._entries[key])
+            self._checked[key] = self._check(key)
         return self._checked[key]
 
     def verify(self) -> None:
@@ -118,7 +118,7 @@ class Table:
             self.entry(key)
 
     def lookup(self, failed: Iterable[Worker], *, settled: bool = False,
-               held_elsewhere: bool = False, nodes: Nodes = ()) -> LookupResult | None:
+               held_elsewhere: bool = False, nodes: Nodes = (), checked: bool = True) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
         `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
@@ -126,7 +126,8 @@ class Table:
         `nodes`: the workers of each machine, over which the holders of a stage are spread where roles move. Of an exact
         pattern and a normalised count of equal period it takes the pattern, which moves no worker. Where several slow
         workers are down, it takes the best of the entries for each of them. The schedule is valid because the stored
-        one is and `relabel` keeps every rule; at the first use of an entry the checker is asked about the stored one.
+        one is and `relabel` keeps every rule; at the first use of an entry the checker is asked about the stored one,
+        unless `checked` is false: for callers that ask it about the answer.
         Raises ValueError for a worker outside the grid, TableError for an entry that cannot be used.
         """
         down = set(failed)
@@ -140,7 +141,8 @@ class Table:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period)
         for key in known:
-            schedule = relabel(self.entry(key), down, held_elsewhere=held_elsewhere, nodes=nodes)
+            stored = self.entry(key) if checked else self._decoded(key)
+            schedule = relabel(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is not None:
                 return LookupResult(key=key, schedule=schedule)
         return None
@@ -150,11 +152,14 @@ class Table:
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
-    def _check(self, entry: Entry) -> Schedule:
-        schedule = decode_entry(entry, self.basis, self._programs)
+    def _decoded(self, key: str) -> Schedule:
+        return decode_entry(self._entries[key], self.basis, self._programs)
+
+    def _check(self, key: str) -> Schedule:
+        schedule = self._decoded(key)
         violations = check(schedule)
         if violations:
-            raise TableError(f"{self.folder / entry_file(entry.key)}: the schedule breaks a rule: {violations[0]}")
+            raise TableError(f"{self.folder / entry_file(key)}: the schedule breaks a rule: {violations[0]}")
         return schedule
 
 

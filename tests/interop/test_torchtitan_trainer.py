@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.events import EVENTS, METRICS, OrderGiven, decode, decode_metrics
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.compiling import check_compilable
 from tests.interop.titan_training import write_assets
 from tests.runtime.running import below, command_environment, free_port, losses_in
 
@@ -42,9 +45,9 @@ def environment(folder, assets, dtype):
             "TITAN_DTYPE": dtype, "OMP_NUM_THREADS": "1"}
 
 
-def start(program, folder, assets, dtype, *more):
+def start(program, folder, assets, dtype, *more, machine=0, machines=1):
     """One process of either program, as torchrun starts it."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    alone = {"RANK": str(machine), "LOCAL_RANK": "0", "WORLD_SIZE": str(machines), "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}
     return subprocess.run([sys.executable, *words(program, folder, *more)], cwd=ROOT,
                           env=environment(folder, assets, dtype) | alone, capture_output=True, text=True, timeout=800,
@@ -133,13 +136,14 @@ def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options, ran
 def test_of_two_machines_that_torchrun_starts_one_is_lost(trained, tmp_path):
     """A worker dies and returns on one machine; then torchrun is killed on the other."""
     theirs, port = trained("float64"), free_port()
+    grid = (*TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2")
     given = environment(tmp_path, theirs.parent / "assets", "float64")
     logs = [tmp_path / f"machine-{machine}.log" for machine in range(2)]
     machines = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
          str(machine), "--master-addr", "127.0.0.1", "--master-port", str(port), *words(
-             OURS, tmp_path, *TWO_STAGES, "--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill",
-             "0.1@2", "--slipstream.return", "0.1@4", "--dataloader.pause", "0.2")],
+             OURS, tmp_path, *grid, "--slipstream.kill", "0.1@2", "--slipstream.return", "0.1@4",
+             "--dataloader.pause", "0.2")],
         cwd=ROOT, env=given, stdout=log.open("w"), stderr=subprocess.STDOUT) for machine, log in enumerate(logs)]
 
     def wait_until(done):
@@ -162,6 +166,8 @@ def test_of_two_machines_that_torchrun_starts_one_is_lost(trained, tmp_path):
     assert_same(tmp_path, theirs, "float64")
     alive = [order.live for order in orders_of(tmp_path)]
     assert alive[0] == 4 and min(alive) == alive[-1] == 2, alive
+    again = start(OURS, tmp_path, theirs.parent / "assets", "float64", *grid, machine=1, machines=2)
+    assert again.returncode == 0 and "node 1 has nothing to do" in again.stdout + again.stderr, again.stderr
 
 
 @installed
@@ -199,3 +205,53 @@ def test_what_torchtitan_does_not_take_is_said_in_one_line(tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert "Unrecognized options: --training.stepz, 3" in said[0]
+
+
+PLANS_ON = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from slipstream.cli import torchtitan
+
+def plan():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 3600).result()
+
+torchtitan._own = lambda: ()
+torchtitan._train = lambda: threading.Thread(target=plan, daemon=True, name="planning").start()
+torchtitan.main()
+"""
+
+
+@installed
+def test_it_ends_though_plans_are_made_for_a_run_that_is_over():
+    done = subprocess.run([sys.executable, "-c", PLANS_ON], cwd=ROOT, env=command_environment(), timeout=250,
+                          check=False)
+    assert done.returncode == 0
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules["torchtitan"] = None
+sys.argv[1:] = ["--module", "llama3"]
+runpy.run_module("slipstream.cli.torchtitan", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_where_torchtitan_is_not_installed_one_line_says_how(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, env=command_environment(), capture_output=True,
+                          text=True, timeout=100, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'slipstream-train[torchtitan]'" in done.stderr
+
+
+@pytest.mark.parametrize(("model", "training"), [
+    ({"torchtitan": "llama3/8B"}, {"tokens": "tokens.bin"}), ({"torchtitan": "llama3/8B"}, {"compile": True}),
+    ({}, {"data": "torchtitan"})])
+def test_nor_does_a_job_that_names_it(model, training, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("slipstream.runtime.model") and "torchtitan" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
+    given = parse_run_config(model, training)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-train\[torchtitan\]'") as error:
+        check_compilable(given, torch.device("cpu")) if given.training.compile else load_corpus(given, (1,))
+    assert "\n" not in str(error.value)

@@ -108,12 +108,18 @@ def test_who_only_waits_for_a_failure_elsewhere_keeps_what_it_has():
 
 
 def test_healthy_pipelines_share_their_contents():
-    """A failure changes what its pipelines run, and with whom its stage sums; all else keeps its content."""
+    """A failure changes what its pipelines run; all else keeps its content."""
     schedule = by_hand(HEALTHY)
     divided = divide(schedule)
     assert divided.shares[Worker(0, 0)][1:] == (0, *divided.shares[Worker(1, 0)][2:])
     assert divided.shares[Worker(1, 0)].pipelines == 1
     assert len(divided.contents) == 1 + 2 * len({seat.worker.column for seat in schedule.seats})
+
+
+def test_a_failure_changes_no_sums_of_those_who_are_left():
+    whole, left = divide(by_hand(HEALTHY)), divide(by_hand(BROKEN))
+    assert left.failed
+    assert all(share.sums == whole.shares[worker].sums for worker, share in left.shares.items())
 
 
 def test_who_shares_parameters_with_other_layers_is_told():

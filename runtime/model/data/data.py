@@ -5,7 +5,7 @@ import os
 import re
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,6 @@ from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
-TORCHTITAN = "slipstream.runtime.model.data.torchtitan_data:TorchtitanData"
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -149,7 +148,13 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
 
 def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
     """Data of the user's own. Raises ConfigError unless they are what `Data`, or `IterationData`, says."""
-    make = load_reference("training.data", TORCHTITAN if name == "torchtitan" else name)
+    make: Callable[[RunConfig], Any]
+    if name == "torchtitan":
+        from slipstream.runtime.model.data.torchtitan_data import TorchtitanData
+
+        make = TorchtitanData
+    else:
+        make = load_reference("training.data", name)
     try:
         data: Any = make(config)
         digest: object = data.digest

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
+from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.layers.torchtitan.specification import parsed
 
 KEPT = 8
 """Iterations that can be gone back without reading from the beginning."""
@@ -36,21 +38,16 @@ class TorchtitanData:
     """See `slipstream.runtime.model.data.data.IterationData`. Raises ConfigError."""
 
     def __init__(self, config: RunConfig) -> None:
-        try:
-            from torchtitan.components.tokenizer import HuggingFaceTokenizer
-            from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-        except ImportError as error:
-            raise ConfigError(f"training.data is 'torchtitan': {error}; pip install 'slipstream-train[torchtitan]'"
-                              ) from None
         self._arguments = tuple(config.model.options.get("arguments", ()))
         self._batch, self._context = config.training.batch, config.model.context
         options = config.training.options
         if self._arguments:
-            from slipstream.runtime.model.layers.torchtitan.specification import parsed
-
             trainer = parsed(self._arguments)
             self._assets, self._tokenizer, self._loader = trainer.hf_assets_path, trainer.tokenizer, trainer.dataloader
         else:
+            from torchtitan.components.tokenizer import HuggingFaceTokenizer
+            from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
             for key in OPTIONS[:2]:
                 if not isinstance(options.get(key), str):
                     raise ConfigError(f"training.data is 'torchtitan', and training.options.{key} is "
@@ -78,7 +75,7 @@ class TorchtitanData:
                 snapshot_every_n_steps=1)
         except Exception as error:  # whatever tokenizers and data sets raise
             raise ConfigError(f"training.data is 'torchtitan', which cannot be read: {type(error).__name__}: "
-                              f"{(str(error).splitlines() or [''])[0]}") from error
+                              f"{first_line(error)}") from error
         self._next, self._stream = 0, iter(self._data)
         self._states = OrderedDict[int, Any]()
 

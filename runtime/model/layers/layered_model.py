@@ -58,7 +58,9 @@ def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
     if config.hugging_face is not None:
         return _hugging_face(config, seed, dtype, device)
     if config.torchtitan is not None:
-        return _torchtitan(config, seed, dtype, device)
+        from slipstream.runtime.model.layers.torchtitan.model import Torchtitan
+
+        return Torchtitan(config, seed, dtype, device)
     if config.name in MODELS:
         return MODELS[config.name](config, seed, dtype, device)
     if not is_reference(config.name):
@@ -81,15 +83,6 @@ def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: to
         raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install 'slipstream-train[hf]'"
                           ) from None
     return HuggingFace(config, seed, dtype, device)
-
-
-def _torchtitan(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
-    try:
-        from slipstream.runtime.model.layers.torchtitan.model import Torchtitan
-    except ImportError as error:
-        raise ConfigError(f"model.torchtitan needs torchtitan 0.3.0: {first_line(error)}; pip install "
-                          "'slipstream-train[torchtitan]'") from None
-    return Torchtitan(config, seed, dtype, device)
 
 
 def _checked(name: str, model: LayeredModel) -> LayeredModel:

@@ -18,6 +18,7 @@ from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job
 from slipstream.planner.tables.build import build_table
+from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.table import Table
 from tests.cli.fleet.small import job
 
@@ -62,6 +63,9 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
         assert throughputs.planned(target) == pytest.approx(18 / row.period)
     for row in (row for row in table.rows() if row.layers_moved is not None):
         assert throughputs.settled(row.failures)[0] == pytest.approx(18 / row.period)
+    found = table.lookup([Worker(2, 1)], settled=True).schedule
+    known = Throughputs(job(), table=table, dead=[Worker(2, 1)]).settled(1)[0]
+    assert known == pytest.approx(18 / found.seconds(found.period_ticks))
     with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
 

@@ -7,9 +7,7 @@ from collections import Counter
 import networkx as nx
 import pytest
 
-from slipstream.planner.budget import Budget
-from slipstream.planner.layout.candidates import candidates, lines_of, one_cut
-from slipstream.planner.layout.cpsat import improved
+from slipstream.planner.layout.candidates import candidates, one_cut, replicas_of
 from slipstream.planner.layout.division import Divider, layout_of
 from slipstream.planner.model.bounds import work_bound
 from slipstream.schedules.schedule import Worker
@@ -18,14 +16,14 @@ from tests.planner.layout.layouts import assert_valid, loads, problem
 
 
 def least_load(given):
-    """The least longest load over every way to give the cells (layer, micro-batch) to live workers."""
-    cells = [layer for layer in range(given.grid.layer_count) for _ in range(given.grid.total_microbatches)]
+    """The least longest load over every way to give the tasks (layer, micro-batch) to live workers."""
+    tasks = [layer for layer in range(given.grid.layer_count) for _ in range(given.grid.total_microbatches)]
     best = given.ample_ticks * 4
-    for workers in itertools.product(given.live, repeat=len(cells)):
+    for workers in itertools.product(given.live, repeat=len(tasks)):
         load = dict.fromkeys(given.live, 0)
-        for layer, worker in zip(cells, workers, strict=True):
+        for layer, worker in zip(tasks, workers, strict=True):
             load[worker] += given.slice_ticks((layer, layer + 1), worker)
-        for layer, worker in set(zip(cells, workers, strict=True)):
+        for layer, worker in set(zip(tasks, workers, strict=True)):
             load[worker] += given.costs.closing[layer]
         best = min(best, *([max(load.values())]))
     return best
@@ -43,9 +41,9 @@ def test_the_longest_load_is_within_a_layer_of_the_least_that_any_assignment_has
 
 
 def test_one_dead_worker_of_two_pipelines():
-    """2 x 8, 16 micro-batches: 32 x 32 cells over 15 workers are 68.3 a worker; whole layers make it 69."""
+    """2 x 8, 16 micro-batches: 32 x 32 tasks over 15 workers are 68.3 a worker; whole layers make it 69."""
     given = problem(2, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
-    least, division = Divider(given, lines_of(given)).least()
+    least, division = Divider(given, replicas_of(given)).least()
     assert least == 69 * 30
     assert sum(division.whole) + division.items == 32
 
@@ -53,87 +51,56 @@ def test_one_dead_worker_of_two_pipelines():
 def test_chunks_are_made_for_the_least_load_only():
     """226,000 lines when they were made for every load that was tried; simulations divide hundreds of times."""
     given = problem(4, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
-    assert lines_run(lambda: Divider(given, lines_of(given)).least()) < 120_000
+    assert lines_run(lambda: Divider(given, replicas_of(given)).least()) < 120_000
 
 
 def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_cut_anew():
-    """4 x 4, 8 micro-batches of 4 x 4 layers, 2 of 16 down: 512 cells over 14 workers are 36.6 a worker. With 37, three
-    pipelines run 9 each and a cell a worker, the broken one 4 and a layer of each stage: all of one more."""
+    """4 x 4, 8 micro-batches of 4 x 4 layers, 2 of 16 down: 512 tasks over 14 workers are 36.6 a worker. With 37, three
+    pipelines run 9 each and a task a worker, the broken one 4 and a layer of each stage: all of one more."""
     given = problem(4, 4, 8, 4, failed=["3.0", "3.2"], transfer=1, optimizer=0)
-    least, division = Divider(given, lines_of(given), anywhere=True).least()
-    assert least == 37 * 30 < Divider(given, lines_of(given)).least()[0] and division.items == 1
-    layout = layout_of(given, lines_of(given), division, "")
+    least, division = Divider(given, replicas_of(given), anywhere=True).least()
+    assert least == 37 * 30 < Divider(given, replicas_of(given)).least()[0] and division.items == 1
+    layout = layout_of(given, replicas_of(given), division, "")
     assert_valid(given, layout, once=False)
     assert max(loads(given, layout).values()) == least
 
 
 @pytest.mark.parametrize(("pipelines", "failed", "items", "sets", "load"), [
-    (6, ["2.3"], 2, [2, 2], 17.0),  # 14 of 16 on the line that is cut anew; half a stage for each of its helpers
+    (6, ["2.3"], 2, [2, 2], 17.0),  # 14 of 16 on the replica that is cut anew; half a stage for each of its helpers
     (8, ["0.1", "5.2"], 4, [3, 3], 17.25),  # three share two: three, two and three of eight layers
     (12, ["2.3"], 2, [4, 4], 16.5),  # a quarter of a stage, and no less
 ])
 def test_micro_batches_spread_apart_have_lines_of_their_own(pipelines, failed, items, sets, load):
     given = problem(pipelines, 8, 16, 8, failed=failed, transfer=1, optimizer=0)
-    lines = lines_of(given)
-    least, division = Divider(given, lines, separate=True).least()
+    replicas = replicas_of(given)
+    least, division = Divider(given, replicas, separate=True).least()
     assert division.items == items and least <= load * 8 * 30
-    layout = layout_of(given, lines, division, "")
+    layout = layout_of(given, replicas, division, "")
     assert_valid(given, layout)
     assert max(loads(given, layout).values()) <= least
     passed = [frozenset(stop.worker.pipeline for stop in route) for route in layout.routes.values()]
     shared = {runners for runners in passed if len(runners) > 1}
-    assert not shared & {line.workers[0].pipeline for line in lines if line.cut}
+    assert not shared & {replica.workers[0].pipeline for replica in replicas if replica.cut}
     joined = nx.Graph(pair for runners in shared for pair in itertools.combinations(runners, 2))
     assert sorted(map(len, nx.connected_components(joined))) == sets
 
 
 def test_a_slow_worker_gets_less():
     given = problem(2, 4, 16, 4, slow={"0.1": 2000}, optimizer=0)
-    least, division = Divider(given, lines_of(given)).least()
+    least, division = Divider(given, replicas_of(given)).least()
     assert least <= 1.03 * work_bound(given)
-    layout = layout_of(given, lines_of(given), division, "")
-    cells = Counter()
+    layout = layout_of(given, replicas_of(given), division, "")
+    tasks = Counter()
     for route in layout.routes.values():
         for (first, end), worker in route:
-            cells[worker] += end - first
-    assert max(abs(cells[worker] - 2 * cells[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
-
-
-@pytest.mark.parametrize(("pipelines", "stages", "microbatches", "failed", "slow"), [
-    (4, 4, 8, ["0.1"], {}), (4, 4, 8, ["0.1", "1.1"], {}), (2, 4, 8, ["0.1", "1.2"], {}),
-    (3, 4, 8, ["0.1"], {"1.2": 1500}),
-])
-def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, microbatches, failed, slow):
-    given = problem(pipelines, stages, microbatches, 4, failed=failed, slow=slow, transfer=1, room=4 * (8 + 2 * 8))
-    lines = lines_of(given)
-    known = Divider(given, lines).least()
-    before = layout_of(given, lines, known[1], "")
-    division = improved(given, lines, known, Budget.of_steps(4_000_000))
-    assert division is not None
-    layout = layout_of(given, lines, division, "")
-    assert_valid(given, layout)
-    assert max(loads(given, layout).values()) <= known[0]
-    assert loaded(given, layout) <= loaded(given, before)
-
-
-def loaded(given, layout):
-    """Layers that workers hold now and did not hold before."""
-    return sum(not any(first <= layer < end for first, end in given.workers[worker].holds)
-               for worker, ranges in layout.holds.items() for low, high in ranges for layer in range(low, high))
-
-
-def test_exact_assignments_of_one_seed_are_equal():
-    given = problem(4, 4, 8, 4, failed=["0.1"], transfer=1)
-    lines = lines_of(given)
-    known = Divider(given, lines).least()
-    found = [improved(given, lines, known, Budget.of_steps(12_000_000, 3)) for _ in range(2)]
-    assert found[0] == found[1]
+            tasks[worker] += end - first
+    assert max(abs(tasks[worker] - 2 * tasks[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
 
 
 def test_candidates_are_no_longer_than_published_systems():
     """Whole micro-batches on pipelines cut anew (Oobleck), one cut for all (ElasWave): by the longest load."""
     given = problem(4, 4, 8, 4, failed=["0.1"], slow={"2.2": 1300}, transfer=1)
     best = min(max(loads(given, layout).values()) for layout in candidates(given))
-    whole = Divider(given, lines_of(given), floating=False, spread=False).least()
+    whole = Divider(given, replicas_of(given), floating=False, spread=False).least()
     assert best <= whole[0]
     assert best <= max(loads(given, one_cut(given)).values())

@@ -29,13 +29,13 @@ def test_arcs_durations_and_hops(data, job, backward, rule):
         found = []
         for arc in range(arcs.start[op], arcs.start[op + 1]):
             before = keys[arcs.op[arc]]
-            found.append((before, bool(arcs.tensor[arc])))
+            found.append((before, int(arcs.transfer[arc])))
             hop = problem.hop(hosts[made.units[ops.unit[arcs.op[arc]]]], host)
-            assert arcs.hop[arc] == (hop if arcs.tensor[arc] else 0)
-            follows.add((int(arcs.op[arc]), op, int(arcs.tensor[arc]), int(arcs.hop[arc])))
-        assert found == [(key, rule.tensor is not None)
+            assert arcs.hop[arc] == min(hop, arcs.transfer[arc])
+            follows.add((int(arcs.op[arc]), op, int(arcs.transfer[arc]), int(arcs.hop[arc])))
+        assert found == [(key, problem.times.transfer if rule.tensor else 0)
                          for key, rule in waits((kind, stage, pipeline, microbatch), problem.grid.path(microbatch))]
     arcs = ops.successors
-    assert follows == {(op, int(arcs.op[arc]), int(arcs.tensor[arc]), int(arcs.hop[arc]))
+    assert follows == {(op, int(arcs.op[arc]), int(arcs.transfer[arc]), int(arcs.hop[arc]))
                        for op in range(len(keys)) for arc in range(arcs.start[op], arcs.start[op + 1])}
     assert len(follows) == len(arcs.op) == len(ops.predecessors.op)

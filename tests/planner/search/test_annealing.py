@@ -20,7 +20,7 @@ from slipstream.planner.params import DEFAULTS
 from slipstream.planner.search.annealing import AnnealingChain, aim, anneal_pieces, make_chain
 from slipstream.planner.search.improve import anneal as anneal_incumbent
 from slipstream.planner.search.improve import list_schedules
-from slipstream.planner.search.incumbent import Proposals
+from slipstream.planner.search.incumbent import divided
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
@@ -173,7 +173,7 @@ def test_it_closes_a_gap_that_list_schedules_leave():
 def test_it_does_not_begin_what_the_time_is_too_short_for():
     """To begin takes as long as the job is large, whatever is left: a limit of 1 s became 3 s with 98,000 ops."""
     problem = build_problem(grid(2, 4, 250))
-    known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(0))
+    known = list_schedules(divided(problem), Budget.of_steps(0))
     enough = DEFAULTS.annealing.begin_seconds * sum(piece.problem.operations for piece in known.pieces)
     known = msgspec.structs.replace(known, bound=Bound(known.period - 1, known.bound.scope))
     assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known

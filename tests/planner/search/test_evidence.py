@@ -7,7 +7,7 @@ import pytest
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.search.improve import anneal, list_schedules
-from slipstream.planner.search.incumbent import Annealed, Proposals, evidence
+from slipstream.planner.search.incumbent import Annealed, divided, evidence
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -16,7 +16,7 @@ from tests.jobs import grid
 def listed():
     """List schedules of a job with little memory: above the bound."""
     problem = build_problem(grid(3, 8, 8, more="[memory]\ncapacity = 8\nweight_stash = 1\n"), [Worker(0, 4)])
-    known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(40_000))
+    known = list_schedules(divided(problem), Budget.of_steps(40_000))
     assert known.open
     return known
 

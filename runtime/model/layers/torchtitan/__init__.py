@@ -7,5 +7,14 @@
     training       what torchtitan's Trainer is configured to do, as the configuration of a run
     trainer_state  the state of that Trainer, as a run's checkpoint, and back
 
-Nothing here can be imported where torchtitan is not installed.
+To import any of it raises ConfigError where torchtitan 0.3.0 is not installed, or what it needs.
 """
+
+from slipstream.runtime.config import ConfigError
+from slipstream.runtime.errors import first_line
+
+try:
+    import torchtitan.trainer  # noqa: F401
+except ImportError as error:
+    raise ConfigError(f"torchtitan 0.3.0 is needed: {first_line(error)}; pip install 'slipstream-train[torchtitan]'"
+                      ) from None
