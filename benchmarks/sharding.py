@@ -47,9 +47,10 @@ from slipstream.runtime.model.state.parts import Cut, cut
 from slipstream.runtime.processes.children import Children
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 

@@ -2,6 +2,9 @@
 
 import sys
 
+PROGRAM = "slipstream"
+"""What commands find in their context where they are the whole program, which they may fork."""
+
 
 def main() -> None:
     """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
@@ -14,7 +17,7 @@ def main() -> None:
         from slipstream.cli.app import app
 
         try:
-            app(prog_name="slipstream")
+            app(prog_name=PROGRAM, obj=PROGRAM)
         except SystemExit as ended:
             _flush()
             leave_plans(ended.code)

@@ -24,6 +24,7 @@ from slipstream.cli.shared.console import complain
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
+from slipstream.cli.shared.run_progress import in_thread
 from slipstream.cli.start import leave_plans
 from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
@@ -98,15 +99,16 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
             first = _first(own)
             placed = with_machines(own.job, first, own.here)
             planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds or SETTLED_SECONDS)
-            run(first, own.config, out=own.folder, resilience=Resilience(
-                scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
-                checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
-                node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
-                faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
-                settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
-                    nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
-                    local=own.here.local, topology=own.job.nodes, notify=logger.info, observe_iteration=self._told,
-                    again=True, secret=given_secret_or_refuse(own.here)))
+            with in_thread(logger.info) as say, in_thread(self._told, logger.warning) as told:
+                run(first, own.config, out=own.folder, resilience=Resilience(
+                    scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
+                    checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
+                    node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
+                    faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
+                    settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
+                        nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
+                        local=own.here.local, topology=own.job.nodes, notify=say, observe_iteration=told,
+                        again=True, secret=given_secret_or_refuse(own.here)))
         ended = latest(saved)
         assert ended is not None
         read_state(self, own.config, ended)
@@ -220,9 +222,10 @@ def _take_part(own: Own) -> None:
     secret = given_secret_or_refuse(own.here)
     assert secret is not None
     workers = [Worker(pipeline, column) for pipeline in range(own.job.pipelines) for column in range(own.job.stages)]
-    join(find(own.here, JOIN_TIMEOUT_SECONDS, logger.info),
-         NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
-         nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=logger.info)
+    with in_thread(logger.info) as say:
+        join(find(own.here, JOIN_TIMEOUT_SECONDS, say),
+             NodeJob(config=own.config, workers=workers, secret=secret, resume=own.folder), node=own.here.node,
+             nodes=own.here.nodes, out=own.folder, local=own.here.local, notify=say)
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ from slipstream.cli.shared.plan_summary import recomputation_lines
 from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options, search_params
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import read_rehearsals
-from slipstream.cli.shared.run_progress import shown
+from slipstream.cli.shared.run_progress import in_thread, shown
+from slipstream.cli.shared.started_again import started_again
 from slipstream.cli.shared.train_answer import report, summary
 from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
 from slipstream.cli.shared.train_options import (
@@ -71,6 +72,7 @@ from slipstream.cli.shared.train_options import (
     Tensorboard,
     TrainingSeed,
 )
+from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS, PlanOptions
@@ -121,6 +123,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
+    if ctx.obj == PROGRAM and here.node == 0 and coordinator_timeout:
+        started_again(folder, _say)
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
@@ -204,9 +208,9 @@ def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, 
     if done_without_this_node(folder, own.resume, own.config.training.iterations):
         _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
         return
-    with refusals():
-        join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
-             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
+    with refusals(), in_thread(_say) as say:
+        join(find(here, join_timeout, say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
+             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=say)
 
 
 def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | None,

@@ -31,10 +31,6 @@ class FailureDomains:
         number = self._number.get(worker)
         return (worker,) if number is None else self.domains[number]
 
-    def apart(self, one: Worker, other: Worker) -> bool:
-        """Whether no failure of one machine takes both."""
-        return other not in self.together(one)
-
 
 ALONE = FailureDomains(())
 """Where each worker fails by itself."""

@@ -8,6 +8,7 @@ import asyncio
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
         launch = _Launch(schedule, config, fit, out, options, resilience, progress, stop)
-        behind, held, failures = left_behind(out), _Held(fork_server, stack), list[float]()
+        behind, held, restarts = left_behind(out), _Held(fork_server, stack), Restarts()
         while True:
             try:
                 return launch.lead(held, behind)
@@ -114,16 +115,29 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
                 behind, held = None, _Held(fork_server, stack)
             except CoordinatorFailedError as error:
-                now = time.monotonic()
-                failures = [*(at for at in failures if at > now - RESTARTS_SECONDS), now]
-                behind = left_behind(out)
-                if behind is None or held.server is None or len(failures) > RESTARTS or stop.received is not None \
+                behind, pause = left_behind(out), restarts.failed()
+                if behind is None or held.server is None or pause is None or stop.received is not None \
                         or not resilience.coordinator_timeout_seconds:
                     held.end(out)
                     assert error.__cause__ is not None
                     raise error.__cause__ from None
-                options.notify(f"node 0 failed, and is started again; its workers live: {error}")
-                time.sleep(FIRST_PAUSE_SECONDS * 2 ** (len(failures) - 1))
+                options.notify("".join(traceback.format_exception(error.__cause__))
+                               + f"node 0 failed, and is started again; its workers live: {error}")
+                time.sleep(pause)
+
+
+class Restarts:
+    """Of a coordinator that fails."""
+
+    def __init__(self) -> None:
+        self._failures: list[float] = []
+
+    def failed(self) -> float | None:
+        """It has failed: after so many seconds it is started again; None: it is not, as it fails too often."""
+        now = time.monotonic()
+        self._failures = [*(at for at in self._failures if at > now - RESTARTS_SECONDS), now]
+        count = len(self._failures)
+        return None if count > RESTARTS else FIRST_PAUSE_SECONDS * 2 ** (count - 1)
 
 
 class _Held:

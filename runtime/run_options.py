@@ -92,6 +92,8 @@ class RunOptions:
     grace_seconds: float = GRACE_SECONDS
     """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
     notify: Notify = lambda _: None
+    """Called with what people should know. This and the next two are called between messages of workers, which wait
+    meanwhile; `slipstream train` prints in a thread."""
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
     observe_iteration: IterationObserver | None = None

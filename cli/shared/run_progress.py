@@ -2,14 +2,17 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from slipstream.cli.shared.console import err
 from slipstream.cli.shared.run_summary import clock
+from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.events import (
     Event,
     FetchAbandoned,
@@ -110,32 +113,54 @@ def _count(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A progress bar on stderr, and above it a line for each iteration and for each change of workers."""
+    """A progress bar on stderr, and above it a line for each iteration and for each change of workers.
+
+    All in a thread: whoever tells it of something does not wait for the terminal.
+    """
 
     bar: Progress
     task: TaskID
     progress: RunProgress
+    write: Writer
 
     def committed(self, iteration: int, loss: float) -> None:
         """Show an iteration. Where there is no bar, its line says what the bar would."""
+        self.write(partial(self._committed, iteration, loss))
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        self.write(partial(self._observe, event))
+
+    def say(self, news: object) -> None:
+        """Show what has changed, or gone wrong."""
+        self.write(lambda: self.bar.console.print(str(news), style="yellow", soft_wrap=True))
+
+    def _committed(self, iteration: int, loss: float) -> None:
         self.progress.committed(iteration)
         self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
         state = f"  {self.progress}" if self.bar.disable else ""
         self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", soft_wrap=True)
 
-    def observe(self, event: Event) -> None:
-        """Something has happened."""
+    def _observe(self, event: Event) -> None:
         self.progress.observe(event)
         self.bar.update(self.task, description=str(self.progress) or None)
-
-    def say(self, news: object) -> None:
-        """Show what has changed, or gone wrong."""
-        self.bar.console.print(str(news), style="yellow", soft_wrap=True)
 
 
 @contextmanager
 def shown(iterations: int, tokens: int) -> Iterator[Shown]:
     """While a run of so many iterations lasts; `tokens`: of a sample."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        yield Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
+            Writer() as write:
+        yield Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
+
+
+@contextmanager
+def in_thread(tell: Callable[..., object],
+              complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
+    """The same in a thread: whoever calls it does not wait for the terminal. At the end, `complain` has its errors."""
+    with Writer(complain) as write:
+        def told(*what: Any) -> None:
+            write(partial(tell, *what))
+
+        yield told

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import socket
 import time
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -192,7 +191,6 @@ class EventLoop:
             raise RunError(error) from None
         except Exception as unexpected:
             failed = True
-            traceback.print_exc()
             raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected
         finally:
             loop.remove_reader(descriptor)

@@ -65,11 +65,9 @@ def give_order(step: Step, missing: int) -> None:
     step.do(WentBack(lost=first - iteration, reason=why))
     needs = placement.held_by(schedule)
     reads = who_reads_what(needs, readers)
-    if partition is None:
-        orders.train(step, schedule, plan_moves(needs, reads), restore=reads)
-        return
-    kept = {reader: partition.read(layers, iteration) for reader, layers in reads.items()}
-    orders.train(step, schedule, (), part_moves=partition.moves(schedule, kept, reads, iteration - 1), restore=reads)
+    moves = plan_moves(needs, reads) if partition is None else partition.moves(
+        schedule, {reader: partition.read(layers, iteration) for reader, layers in reads.items()}, reads, iteration - 1)
+    orders.train(step, schedule, moves, restore=reads)
 
 
 def newest(readable: Mapping[Worker, Collection[int]], workers: Collection[Worker], iterations: range

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
-from slipstream.runtime.protocol.to_worker import Fetch, LayerMove, PartMove
+from slipstream.runtime.protocol.to_worker import Fetch, Move
 from slipstream.schedules.schedule import Schedule, Worker
 
-Moves = tuple[LayerMove, ...] | tuple[PartMove, ...]
 PAUSE_SECONDS = 0.5
 """From a fetch that failed to the next one."""
 NUMBERS = 1000
@@ -36,7 +35,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     """Its number; 0: the layers are moved while all wait."""
     began: int
     """The first iteration that was not committed when it began."""
-    moves: Moves = ()
+    moves: tuple[Move, ...] = ()
     """What is fetched."""
     lacking: Mapping[Worker, int] = {}
     """How many layers each worker fetches that does not have them yet."""
@@ -91,8 +90,7 @@ class Joins(msgspec.Struct, frozen=True, kw_only=True):
         to.do(FetchBegun(fetch=number, purpose="settle" if join.settles else "join", layers=layers,
                          workers=tuple(sorted(lacking))))
         to.send(told, Fetch(
-            number=number, order=join.order, moves=tuple(move for move in join.moves if isinstance(move, LayerMove)),
-            part_moves=tuple(move for move in join.moves if isinstance(move, PartMove)),
+            number=number, order=join.order, moves=join.moves,
             addresses=tuple((worker, addresses[worker]) for worker in sorted({move.source for move in join.moves}))))
         return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
 

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 
-from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.protocol.to_worker import Move
 from slipstream.schedules.schedule import Worker
 
 Holders = Mapping[Worker, Collection[int]]
@@ -16,7 +16,7 @@ def layers_without_holder(holds: Holders, layers: int) -> list[int]:
     return [layer for layer in range(layers) if layer not in held]
 
 
-def plan_moves(needs: Holders, holds: Holders) -> tuple[LayerMove, ...]:
+def plan_moves(needs: Holders, holds: Holders) -> tuple[Move, ...]:
     """One move for each layer that a worker needs and lacks, from the holder that sends the fewest layers so far.
 
     Every layer must have a holder (`layers_without_holder`).
@@ -31,5 +31,5 @@ def plan_moves(needs: Holders, holds: Holders) -> tuple[LayerMove, ...]:
         for layer in sorted(set(needed).difference(holds.get(target, ()))):
             source = min(holders[layer], key=lambda worker: (sent[worker], worker))
             sent[source] += 1
-            moves.append(LayerMove(target, source, layer))
+            moves.append(Move(target, source, layer))
     return tuple(moves)

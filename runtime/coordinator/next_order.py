@@ -6,11 +6,12 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import going_back, orders
 from slipstream.runtime.coordinator.layer_moves import plan_moves
+from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.run_state import Gathering, Step, Training
 from slipstream.runtime.coordinator.schedule_choice import at_first, at_once
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Failed, NodeLost
-from slipstream.runtime.protocol.to_worker import Leave, PartMove
+from slipstream.runtime.protocol.to_worker import Leave, Move
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 
@@ -78,18 +79,15 @@ def _train(step: Step, untouched: bool) -> None:
     schedule = join.schedule if join is not None else _for_speeds(step) or _next_schedule(step, untouched)
     if schedule is None:
         return
-    fetched = join.moves if join is not None else ()
-    if partition is not None:
-        stay = {} if untouched or join is not None else partition.left(
-            schedule, state.current, state.cut_for, state.kept)
-        parts = () if untouched else partition.moves(
-            schedule, state.kept, state.holds, state.log.next_iteration - 1,
-            [move for move in fetched if isinstance(move, PartMove)], cut_for=stay)
-        orders.train(step, schedule, (), join, parts, cut_for=stay)
-        return
-    moves = () if untouched or (join is not None and join.fetch) else plan_moves(
-        placement.held_by(schedule), state.holds)
-    orders.train(step, schedule, moves, join)
+    moves, stay = tuple[Move, ...](), AS_THEY_ARE
+    if partition is not None and not untouched:
+        if join is None:
+            stay = partition.left(schedule, state.current, state.cut_for, state.kept)
+        moves = partition.moves(schedule, state.kept, state.holds, state.log.next_iteration - 1,
+                                () if join is None else join.moves, cut_for=stay)
+    elif not untouched and (join is None or not join.fetch):
+        moves = plan_moves(placement.held_by(schedule), state.holds)
+    orders.train(step, schedule, moves, join, cut_for=stay)
 
 
 def _release(step: Step, untouched: bool) -> bool:

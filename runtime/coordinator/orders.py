@@ -21,9 +21,8 @@ from slipstream.runtime.protocol.to_worker import (
     Content,
     EndOrder,
     Finish,
-    LayerMove,
     Leave,
-    PartMove,
+    Move,
     Train,
 )
 from slipstream.schedules.parts import Parts
@@ -32,9 +31,8 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
 Address = tuple[str, int]
 
 
-def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
-          part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None,
-          cut_for: CutFor = AS_THEY_ARE) -> None:
+def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | None = None, *,
+          restore: Mapping[Worker, tuple[int, ...]] | None = None, cut_for: CutFor = AS_THEY_ARE) -> None:
     """Train by a schedule from the first iteration that is not committed.
 
     The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are layers
@@ -62,8 +60,8 @@ def train(step: Step, schedule: Schedule, moves: tuple[LayerMove, ...], join: Jo
     stand_for = ((worker, step.state.live[worker].stands_for) for worker in sorted(live) if worker in step.state.live)
     step.send(sorted(told), Train(
         order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
-        part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
-        addresses=_addresses(step, (*moves, *part_moves)), failed=parts.failed,
+        cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
+        addresses=_addresses(step, moves), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
         stand_for=tuple((worker, ranks) for worker, ranks in stand_for if ranks > 1),
         factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
@@ -113,13 +111,13 @@ def finish(step: Step) -> None:
         for layer in layers:
             holders[layer].append(worker)
     writers = {layer: workers[layer % len(workers)] for layer, workers in sorted(holders.items())}
-    part_moves = () if rules.partition is None else rules.partition.to_writers(writers, state.kept)
+    moves = () if rules.partition is None else rules.partition.to_writers(writers, state.kept)
     order, first = state.order + 1, state.log.next_iteration
     step.change(phase=Finishing(), order=order, log=state.log.begin(order, state.members),
                 slow=state.slow if state.leaving else state.slow.over(first, step))
     step.send(sorted(state.members), Finish(
         order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
-        part_moves=part_moves, addresses=_addresses(step, part_moves), parameters=first >= rules.iterations.stop))
+        moves=moves, addresses=_addresses(step, moves), parameters=first >= rules.iterations.stop))
 
 
 def leave(step: Step, why: str | None = None) -> None:
@@ -130,7 +128,7 @@ def leave(step: Step, why: str | None = None) -> None:
     step.change(phase=Left())
 
 
-def _addresses(step: Step, moves: Iterable[LayerMove | PartMove]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
+def _addresses(step: Step, moves: Iterable[Move]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
     """Where the sources listen."""
     return tuple((source, step.state.live[source].addresses) for source in sorted({move.source for move in moves}))
 

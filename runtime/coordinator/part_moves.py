@@ -16,7 +16,7 @@ import msgspec
 from slipstream.runtime.coordinator.layer_moves import Holders
 from slipstream.runtime.model.state.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
 from slipstream.runtime.protocol.to_coordinator import Kept
-from slipstream.runtime.protocol.to_worker import PartMove
+from slipstream.runtime.protocol.to_worker import Move
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Schedule, Worker
@@ -74,11 +74,11 @@ class Partition:
                        for worker in members for layer, spans in self._parts_of(worker, cuts).items() for span in spans)
 
     def fetched(self, schedule: Schedule, present: Schedule, held: Holders, cut_for: CutFor = AS_THEY_ARE
-                ) -> tuple[PartMove, ...]:
+                ) -> tuple[Move, ...]:
         """What each worker of a schedule is to fetch for it, while workers who hold layers train by the present one."""
         keepers, sources = ({worker: kept for worker, kept in self.keepers(present, 0, cut_for, which).items()
                              if worker in held} for which in (Cut.kept, Cut.stepped))
-        found: dict[tuple[Worker, int, int, int, bool], PartMove] = {}
+        found: dict[tuple[Worker, int, int, int, bool], Move] = {}
         for move in self.moves(schedule, keepers, held, 0, sources=sources):
             start, stop = next(its for its in _spans(sources[move.source], move.layer)
                                if its[0] <= move.start < its[1]) if move.state else (move.start, move.stop)
@@ -87,8 +87,8 @@ class Partition:
         return tuple(found.values())
 
     def moves(self, schedule: Schedule, keepers: Keepers, holds: Holders, committed: int,
-              fetched: Iterable[PartMove] = (), *, cut_for: CutFor = AS_THEY_ARE, sources: Keepers | None = None
-              ) -> tuple[PartMove, ...]:
+              fetched: Iterable[Move] = (), *, cut_for: CutFor = AS_THEY_ARE, sources: Keepers | None = None
+              ) -> tuple[Move, ...]:
         """What each worker of a schedule lacks: of state, what it is to keep, and of parameters, all of its layers.
 
         It has the parameters of the layers that it holds if these are those after the last committed iteration.
@@ -98,7 +98,7 @@ class Partition:
         cuts, held, there = self._cuts(schedule, cut_for), self.placement.held_by(schedule), _Fetched(fetched)
         given = keepers if sources is None else sources
         members = {worker: kept for worker, kept in given.items() if worker in held}
-        giving, found = _Sources(given if self.lost(members) else members), list[PartMove]()
+        giving, found = _Sources(given if self.lost(members) else members), list[Move]()
         for target, layers in sorted(held.items()):
             kept, needs = keepers.get(target), self._parts_of(target, cuts)
             whole = holds.get(target, ()) if kept is not None and kept.whole_after == committed else ()
@@ -112,7 +112,7 @@ class Partition:
                     found += giving.moves(target, layer, lacking, state=False)
         return tuple(found)
 
-    def to_writers(self, writers: Mapping[int, Worker], keepers: Keepers) -> tuple[PartMove, ...]:
+    def to_writers(self, writers: Mapping[int, Worker], keepers: Keepers) -> tuple[Move, ...]:
         """What those who write whole layers lack of them."""
         sources = _Sources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
@@ -138,7 +138,7 @@ class Partition:
 class _Fetched:
     """What has been fetched, by its target."""
 
-    def __init__(self, moves: Iterable[PartMove]) -> None:
+    def __init__(self, moves: Iterable[Move]) -> None:
         self._spans: dict[tuple[Worker, int, bool], list[Span]] = {}
         for move in moves:
             self._spans.setdefault((move.target, move.layer, move.state), []).append((move.start, move.stop))
@@ -154,7 +154,7 @@ class _Sources:
         self._kept = _by_layer(keepers)
         self._sent: Counter[Worker] = Counter()
 
-    def moves(self, target: Worker, layer: int, span: Span, *, state: bool) -> Iterator[PartMove]:
+    def moves(self, target: Worker, layer: int, span: Span, *, state: bool) -> Iterator[Move]:
         start, stop = span
         while start < stop:
             source, (_, end) = min(((worker, its) for worker, its in self._kept[layer]
@@ -162,7 +162,7 @@ class _Sources:
                                    key=lambda one: (self._sent[one[0]], one))
             end = min(end, stop)
             self._sent[source] += end - start
-            yield PartMove(target, source, layer, start, end, state)
+            yield Move(target, source, layer, start, end, state)
             start = end
 
 

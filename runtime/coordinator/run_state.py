@@ -12,7 +12,7 @@ from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.join_planning import Joins, Moves
+from slipstream.runtime.coordinator.join_planning import Joins
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from slipstream.runtime.coordinator.lost_workers import LostWorkers
 from slipstream.runtime.coordinator.part_moves import Partition
@@ -26,7 +26,7 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
-from slipstream.runtime.protocol.to_worker import NewCosts
+from slipstream.runtime.protocol.to_worker import Move, NewCosts
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -256,7 +256,7 @@ class Step(Effects):
             return lost
         return partition.lost({one: kept for one, kept in self.state.kept.items() if one in workers})
 
-    def fetched_for(self, schedule: Schedule) -> Moves:
+    def fetched_for(self, schedule: Schedule) -> tuple[Move, ...]:
         """What workers are to fetch for a schedule, while all train by the present one."""
         state, placement = self.state, self.rules.placement
         held = state.held_now(placement)

@@ -14,7 +14,7 @@ import msgspec
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import SettlingChosen
-from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.protocol.to_worker import Move
 
 PRIOR_SECONDS = 3600.0
 """Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""
@@ -64,7 +64,7 @@ class Settler(msgspec.Struct, frozen=True, kw_only=True):
         failures = (self.failures + 1) / observed if self.mtbf is None else 1 / self.mtbf
         return 1 / (failures + self.changes / observed)
 
-    def pays(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None, to: Effects) -> bool:
+    def pays(self, old: float, new: float, moves: Iterable[Move], *, pause: float | None, to: Effects) -> bool:
         """Whether to move; tells the numbers in one line and one event.
 
         `old` and `new` are the periods before and after, `pause` is how long the last change of schedules took, all in
@@ -88,7 +88,7 @@ class Settler(msgspec.Struct, frozen=True, kw_only=True):
               f"does not settle: {says}, {why}; {expected}")
         return settles
 
-    def _moved(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
+    def _moved(self, moves: Iterable[Move]) -> tuple[int, float]:
         """Bytes of all moves, and seconds until the busiest connection or worker has carried its share."""
         between: Counter[object] = Counter()
         size = 0

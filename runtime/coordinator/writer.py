@@ -1,4 +1,4 @@
-"""Writer: what touches files while training goes on, in one thread beside the event loop.
+"""Writer: what touches files, or a terminal, while training goes on, in one thread beside the event loop.
 
 Nothing has to be in a file before it is acted upon. A coordinator that starts anew asks the workers how far they are,
 and which losses they have been told of; what files say is bounded by that (`take_over`). So a disk that is full, and a
@@ -33,7 +33,7 @@ class Writer:
     As a context, it ends once that is done. `notify` is told then of what `news` has not been asked for.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None] = lambda _: None) -> None:
         self._notify = notify
         self._waiting: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()

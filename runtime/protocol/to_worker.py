@@ -23,23 +23,20 @@ class Factor(msgspec.Struct, frozen=True, array_like=True):
     factor: float | None
 
 
-class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A layer, with its optimizer's state, that `target` lacks and gets from `source`."""
+ALL = -1
+"""Elements of a layer."""
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Elements [start, stop) of a layer that `target` lacks and gets from `source`."""
 
     target: Worker
     source: Worker
     layer: int
-
-
-class PartMove(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Elements [start, stop) of a layer that `target` lacks and gets from `source`, where workers keep parts."""
-
-    target: Worker
-    source: Worker
-    layer: int
-    start: int
-    stop: int
-    state: bool
+    start: int = 0
+    stop: int = ALL
+    """ALL: the whole layer, as where workers keep whole ones."""
+    state: bool = True
     """With the optimizer's state, else parameters alone."""
 
 
@@ -78,13 +75,11 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The workers of the grid that take no part; all others do."""
     schedule: msgspec.Raw = NOTHING
     """The whole schedule, in runs that deal or evaluate data by it; else null."""
-    moves: tuple[LayerMove, ...] = ()
+    moves: tuple[Move, ...] = ()
     """Made before the first op, while all wait."""
-    part_moves: tuple[PartMove, ...] = ()
-    """The same, where workers keep parts of layers' optimizer states."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
-    """There, the ranges whose parts stay as they are, as some have gone who keep them: with those by whom they are cut
-    (`runtime.model.state.parts.Cut.left`)."""
+    """Where workers keep parts, the ranges whose parts stay as they are, as some have gone who keep them: with those by
+    whom they are cut (`runtime.model.state.parts.Cut.left`)."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0
@@ -116,7 +111,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parameters: bool = True
     """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
     factor: Factor | None = None
-    part_moves: tuple[PartMove, ...] = ()
+    moves: tuple[Move, ...] = ()
     """What the writers lack, where workers keep parts of layers' optimizer states."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of their sources listens."""
@@ -163,9 +158,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     order: int
     """The one that is being followed."""
-    moves: tuple[LayerMove, ...] = ()
-    part_moves: tuple[PartMove, ...] = ()
-    """In their place, where workers keep parts of layers' optimizer states."""
+    moves: tuple[Move, ...] = ()
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of a source listens (`runtime.worker.layer_sender`)."""
 

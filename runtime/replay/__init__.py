@@ -3,7 +3,9 @@
     executor         runs one worker's program, op by op
     evaluation       the loss of validation data, by the forwards alone
     exchange         hands the result of an op to the next one, on the same worker or another
-    session          sends, receives, sums; aborts from any thread, and commit points
+    session          one worker's part in an order: aborts from any thread, and commit points
+    rank_session     sends, receives, sums, as one of the ranks of a worker
+    links            process groups, made when an order begins, used again where nothing was aborted
     transfers        tensors and sums that are on their way
     backend          how process groups are made and aborted
     gloo             gloo, which forgets some of those that wait

@@ -175,12 +175,12 @@ class Exchange:
         if one.source == self._worker:
             taken = number // len(self._mine), one.taken
             self._leaving += [
-                _Leaving(self._session.send(carrier, one.target, one.number, own_rank), one.target, taken)
-                for own_rank, carrier in enumerate(self._ready.pop(number))]
+                _Leaving(rank.send(carrier, one.target, one.number), one.target, taken)
+                for rank, carrier in zip(self._session.by_rank, self._ready.pop(number), strict=True)]
         else:
             shape, dtype = carrier_form(self._forms_of(one.tensor, one.slice)[1])
-            self._arriving[number] = [self._session.receive(shape, dtype, one.source, one.number, own_rank)
-                                      for own_rank in range(self._by_rank.ranks)]
+            self._arriving[number] = [rank.receive(shape, dtype, one.source, one.number)
+                                      for rank in self._session.by_rank]
 
     def _crossing(self, number: int) -> Crossing:
         return self._mine[number % len(self._mine)]

@@ -13,8 +13,9 @@ from slipstream.runtime.model.passed import Value
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
+from slipstream.runtime.replay.rank_session import Shared
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Session, Shared
+from slipstream.runtime.replay.session import Session
 from slipstream.schedules.precedence import consumers, op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
@@ -73,7 +74,7 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._session = session
-        self._parts = [PartExchange(session, own_rank) for own_rank in session.own_ranks]
+        self._parts = [PartExchange(rank) for rank in session.by_rank]
         """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
@@ -194,13 +195,13 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                for own_rank, (gradients, *whole) in enumerate(by_rank):
-                    self._parts[own_rank].reduce(layers, gradients, cut, self._slices.copies(slice, own_rank))
-                    self._session.sum_over_sharers(layers, whole, own_rank)
+                for number, (rank, (gradients, *whole)) in enumerate(zip(self._session.by_rank, by_rank, strict=True)):
+                    self._parts[number].reduce(layers, gradients, cut, self._slices.copies(slice, number))
+                    rank.sum_over_sharers(layers, whole)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
-        for own_rank, gradients in enumerate(by_rank):
-            self._session.sum_over_sharers(what, gradients, own_rank)
+        for rank, gradients in zip(self._session.by_rank, by_rank, strict=True):
+            rank.sum_over_sharers(what, gradients)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with

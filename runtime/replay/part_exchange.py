@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from slipstream.runtime.model.state.parts import Cut, Span
-from slipstream.runtime.replay.session import BYTES_TAG, Session
+from slipstream.runtime.replay.rank_session import BYTES_TAG, RankSession
 from slipstream.runtime.replay.transfers import told_in_one_line
 from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
@@ -24,9 +24,8 @@ class PartExchange:
     """That of one worker in one generation, as one of the ranks that this process stands for. All methods raise
     CommunicationError."""
 
-    def __init__(self, session: Session, own_rank: int = 0) -> None:
+    def __init__(self, session: RankSession) -> None:
         self._session = session
-        self._own_rank = own_rank
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
         """Sums of gradients on their way: what carries them, and from where to where they then are to be copied."""
 
@@ -36,11 +35,11 @@ class PartExchange:
 
         Over gloo, sums are always in the order of the members. Raises CommunicationError.
         """
-        group = self._session.sharers_of(layers, self._own_rank)
+        group = self._session.sharers_of(layers)
         if group is None:
             return
         if self._session.ordered:
-            self._session.sum_over_sharers(layers, [gradients], self._own_rank)
+            self._session.sum_over_sharers(layers, [gradients])
             self._copies.append(([], [(gradients[slice(*span)], there) for span, there in copies.items()]))
             return
         place, staged = cut.members.index(self._session.worker), self._session.staged
@@ -87,7 +86,7 @@ class PartExchange:
     def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
         """Start to bring each part of a range's parameters from its owner to all others; what waits for those of the
         others. Both raise CommunicationError."""
-        group = self._session.sharers_of(layers, self._own_rank)
+        group = self._session.sharers_of(layers)
         what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
             return lambda: None

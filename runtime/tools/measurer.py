@@ -23,9 +23,10 @@ from slipstream.runtime.model.passed import TensorForm, carrier_form, gradient_f
 from slipstream.runtime.model.state.holding import build_holding, gradient_dtype
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, timed
 from slipstream.runtime.torch_private import TCPStore

@@ -9,8 +9,9 @@ import torch
 
 from slipstream.runtime.processes.children import ChildError, Children
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))

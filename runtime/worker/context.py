@@ -18,8 +18,9 @@ from slipstream.runtime.protocol.node_reports import Reporter
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_worker import ToWorker, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from slipstream.runtime.model.state.followed_part import CopiedPart, FollowedPart
 from slipstream.runtime.model.state.part_state import PartState, elements_of, require_fits
 from slipstream.runtime.protocol.authentication import Secret, introduce
-from slipstream.runtime.protocol.to_worker import LayerMove, PartMove
+from slipstream.runtime.protocol.to_worker import ALL, Move
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
@@ -68,15 +67,14 @@ class LayerFetch(NamedTuple):
     """Whether the senders train meanwhile."""
 
 
-def senders_for(worker: Worker, moves: Iterable[LayerMove], part_moves: Iterable[PartMove],
-                addresses: Iterable[tuple[Worker, Sequence[Address]]], rank: int = 0) -> dict[Worker, Sender]:
+def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Sequence[Address]]],
+                rank: int = 0) -> dict[Worker, Sender]:
     """Where the layers, or parts, come from that some moves bring to a worker; `addresses` are those of all sources."""
     at, found = {source: by_rank[rank] for source, by_rank in addresses}, dict[Worker, Sender]()
-    every: Iterable[LayerMove | PartMove] = chain(moves, part_moves)
-    for move in every:
+    for move in moves:
         if move.target == worker:
             _, layers, parts = found.get(move.source, Sender(at[move.source]))
-            if isinstance(move, LayerMove):
+            if move.stop == ALL:
                 layers = (*layers, move.layer)
             else:
                 parts = (*parts, PartName(move.layer, move.start, move.stop, move.state))

@@ -1,12 +1,12 @@
 """The layers that a worker needs for an order: read from a checkpoint, taken from others, kept; the others dropped."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.model.state.holding import keeps_parts
 from slipstream.runtime.model.state.parts import cuts_of
 from slipstream.runtime.protocol.to_coordinator import Note
-from slipstream.runtime.protocol.to_worker import Finish, LayerMove, PartMove, Train
+from slipstream.runtime.protocol.to_worker import Finish, Train
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import WAITS
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
@@ -32,7 +32,7 @@ def take_layers(part: OrderContext) -> None:
         store.read(context.placement.held(part.schedule, part.worker) - store.holding.modules.keys(),
                    order.first_iteration)
     part.activity.begins(f"{WAITS} for layers to move")
-    store.receive(move_layers(context, order, order.moves, part.session.require, order.fetch))
+    store.receive(move_layers(context, order, part.session.require, order.fetch))
     if in_parts or order.moves or order.fetch:
         part.session.wait_for_all()
     cuts = cuts_of(context.placement.reduced(part.schedule, part.worker), dict(order.cut_for), store.elements,
@@ -41,17 +41,15 @@ def take_layers(part: OrderContext) -> None:
     context.injector.at(order.first_iteration, "moved")
 
 
-def move_layers(context: WorkerContext, order: Train | Finish, moves: Sequence[LayerMove],
-                require: Callable[[], None], fetch: int = 0) -> ByRank:
+def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0) -> ByRank:
     """Give what others lack, and get what is lacking here, while all wait; with what has been fetched under a number.
 
     Raises CommunicationError.
     """
     context.layer_receiver.begin([
-        LayerFetch(0, order.order, senders_for(context.worker, moves, order.part_moves, order.addresses, rank),
-                   follow=False) for rank in context.ranks])
-    every: Sequence[LayerMove | PartMove] = [*moves, *order.part_moves]
-    receivers = {move.target for move in every if move.source == context.worker}
+        LayerFetch(0, order.order, senders_for(context.worker, order.moves, order.addresses, rank), follow=False)
+        for rank in context.ranks])
+    receivers = {move.target for move in order.moves if move.source == context.worker}
     context.layer_sender.give(order.order, order.first_iteration - 1, len(receivers), require)
     return context.layer_receiver.take(order.order, fetch, require)
 

@@ -263,5 +263,4 @@ class MainThread:
 
 def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    return LayerFetch(fetch.number, fetch.order,
-                      senders_for(worker, fetch.moves, fetch.part_moves, fetch.addresses, rank), follow=True)
+    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)

@@ -81,9 +81,9 @@ class OrderThreads:
 
         def work() -> None:
             leave(context, previous, order)
-            if any(move.source == context.worker for move in order.part_moves):
+            if any(move.source == context.worker for move in order.moves):
                 with suppress(CommunicationError):  # the order is over, or the coordinator hears of it from them
-                    move_layers(context, order, order.moves, partial(_require_not, over))
+                    move_layers(context, order, partial(_require_not, over))
             context.layer_store.clear()
             context.links.close()
             if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
@@ -102,7 +102,7 @@ class OrderThreads:
             with self._finishing:
                 leave(context, previous, order)
                 try:
-                    received = move_layers(context, order, (), partial(_require_not, over))
+                    received = move_layers(context, order, partial(_require_not, over))
                 except CommunicationError:
                     return
                 context.layer_store.put(received)

@@ -8,8 +8,8 @@ from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.node_reports import AGENT_SECONDS
 from slipstream.runtime.protocol.to_coordinator import Ran, Validated
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor
+from slipstream.runtime.replay.links import OrderEndedError
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import OrderEndedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import WAITS
 from slipstream.runtime.worker.context import OrderContext

@@ -25,8 +25,8 @@ from slipstream.runtime.protocol.node_reports import Reporter
 from slipstream.runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.replay.session import Links
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer

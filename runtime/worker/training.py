@@ -162,15 +162,15 @@ class Training:
     def _whole_states(self) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
         store, me, received = self._part.context.layer_store, self._part.worker, list[list[PartState]]()
-        for own_rank, mine in enumerate(store.by_rank):
+        for rank, mine in zip(self._session.by_rank, store.by_rank, strict=True):
             received.append([])
             for layers, cut in store.holding.cuts.items():
                 for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
                     writer = self._writers[layer]
                     if me == writer != member:
-                        received[own_rank] += unpack_parts(self._session.receive_bytes(layers, member, own_rank))
+                        received[-1] += unpack_parts(rank.receive_bytes(layers, member))
                     elif me == member != writer:
-                        self._session.send_bytes(pack_parts(mine.own_parts(layer)), layers, writer, own_rank)
+                        rank.send_bytes(pack_parts(mine.own_parts(layer)), layers, writer)
         return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from slipstream.cli.app import app
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.presets import preset
 from slipstream.runtime import launch
+from slipstream.runtime.coordinator.loss_file import read_losses
 from slipstream.runtime.protocol.authentication import VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec
@@ -204,13 +206,50 @@ def test_schedules_come_from_a_table(job, tmp_path):
     assert refused.exit_code == 2 and "its pipelines are 2, the job's 3" in refused.stderr
 
 
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux can make a pipe short")
+def test_a_terminal_that_takes_nothing_holds_nothing_up(job, tmp_path):
+    running, losses = start(job, "--iterations", 150, "--method", "greedy", "--out", tmp_path / "out"), tmp_path / "out"
+    fcntl.fcntl(running.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        wait_for(lambda: read_losses(losses / "losses.jsonl", 0) is not None
+                 and len(read_losses(losses / "losses.jsonl", 0)) == 150)
+        output, told = running.communicate(timeout=240)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "150 iterations" in output
+    assert len(told) > 2 * 4096 and "iteration    149" in told, "it is all told later"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no process ends with its parent elsewhere")
+def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_with_its_workers(job, tmp_path):
+    running, out = start(job, "--iterations", 60, "--dtype", "float64", "--method", "greedy", "--json", "--out",
+                         tmp_path / "out"), tmp_path / "out"
+    try:
+        workers = list[int]()
+        for count in (2, 6):
+            wait_for(lambda count=count: len(read_losses(out / "losses.jsonl", 0) or ()) >= count)
+            (leads,) = map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split())
+            workers = workers or below(leads)
+            os.kill(leads, signal.SIGKILL)
+        output, told = running.communicate(timeout=240)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "Traceback" not in told, told
+    assert told.count("node 0 was killed by SIGKILL, and is started again; its workers live") == 2
+    assert told.count("node 0 goes on with the 4 workers that it has found") == 2
+    wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'")).losses
+    assert read_losses(out / "losses.jsonl", 0) == pytest.approx(wanted, abs=1e-9)
+    assert json.loads(output)["parameter_digest"]
+    wait_until_gone(workers)
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process(job, tmp_path):
     running = start(job, "--iterations", 100_000, "--method", "greedy", "--out", tmp_path / "out")
     losses = tmp_path / "out" / "losses.jsonl"
     wait_for(lambda: losses.exists() and losses.read_text().count("\n") >= 2)
     processes = below(running.pid)
-    assert len(processes) == 5  # the fork server and 4 workers
+    assert len(processes) == 6  # what leads, the fork server and 4 workers
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)

@@ -18,9 +18,10 @@ from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned

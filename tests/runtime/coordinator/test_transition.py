@@ -33,7 +33,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Ready,
     Started,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Move, ReportCheckpoints, Train
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
@@ -165,7 +165,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     told = run.last(Fetch)
     assert told == run.last(Fetch, BACK) and (told.number, told.order) == (FIRST_FETCH, 1)
     assert {move.target for move in told.moves} == {BACK}
-    assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
+    assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), (("127.0.0.1", 2),)),)
     assert run.ran(1) == [False] * 3
     run.fetch_up_to_date(FIRST_FETCH)
@@ -408,8 +408,8 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     order = run.last(Train)
     assert order == run.last(Train, BACK) and order.order == 2 and order.first_iteration == 2
     assert order.restore == ((Worker(0, 0), (0, 1, 2, 3)),)
-    assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
-                                   LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
+    assert sorted(order.moves) == [Move(Worker(1, 0), Worker(0, 0), 0), Move(Worker(1, 0), Worker(0, 0), 1),
+                                   Move(BACK, Worker(0, 0), 2), Move(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
     recovery = [run.started(worker, 2) for worker in sorted(run.state.members)][-1]
     assert (recovery.went_back_to, recovery.repeated, recovery.returned) == (2, 1, (BACK,))

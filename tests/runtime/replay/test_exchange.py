@@ -36,15 +36,19 @@ class Alone:
     def __init__(self, worker: Worker) -> None:
         self.worker, self._sent = worker, weakref.WeakSet()
 
+    @property
+    def by_rank(self):
+        return [self]
+
     def held(self):
         return len(self._sent)
 
-    def send(self, payload, target, tag, own_rank):
+    def send(self, payload, target, tag):
         sent = Sent()
         self._sent.add(sent)
         return sent
 
-    def receive(self, shape, dtype, source, tag, own_rank):
+    def receive(self, shape, dtype, source, tag):
         return Came()
 
 
@@ -84,7 +88,7 @@ def test_who_is_left_behind_keeps_nothing_that_is_under_way():
     from slipstream.runtime.model.passed import TensorForm
 
     class Keeping(Alone):
-        def send(self, payload, target, tag, own_rank):
+        def send(self, payload, target, tag):
             return payload
 
     schedule = schedule_for(grid(1, 2, 2))

@@ -19,10 +19,11 @@ from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from slipstream.runtime.replay.executor import BeforeOp, Executor
+from slipstream.runtime.replay.links import Links, OrderEndedError
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Links, OrderEndedError, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.precedence import op_key, producers
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
@@ -158,7 +159,7 @@ class TestReductionsBesideCompute:
 def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
-    one = SimpleNamespace(worker=Worker(0, 0), own_ranks=range(1), one_process=True)
+    one = SimpleNamespace(worker=Worker(0, 0), by_rank=(), one_process=True)
     slices = SimpleNamespace(runners={0: None})
     executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
@@ -178,13 +179,15 @@ class Wire:
         self.worker = worker
         self._log = log
 
-    def send(self, tensor: torch.Tensor, target: Worker, tag: int, part: int) -> "Sent":
-        assert part == 0
+    @property
+    def by_rank(self) -> "list[Wire]":
+        return [self]
+
+    def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
         self._log.append((self.worker, "to", target, tag))
         return Sent()
 
-    def receive(self, shape: object, dtype: object, source: Worker, tag: int, part: int) -> "Sent":
-        assert part == 0
+    def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
         self._log.append((self.worker, "from", source, tag))
         return Sent()
 

@@ -7,8 +7,9 @@ import torch
 from torch.distributed import DistStoreError, HashStore
 
 from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.torch_private import gloo_devices
 from slipstream.schedules.schedule import Worker

@@ -24,10 +24,11 @@ from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
+from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.recorder import Recorder
-from slipstream.runtime.replay.session import Links, Session
+from slipstream.runtime.replay.session import Session
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.runtime.replay import session
+from slipstream.runtime.replay import links
 from slipstream.runtime.replay.nccl import Nccl
 from slipstream.runtime.tools.conformance import GLOO, NCCL, STAGED
 from tests.runtime.replay.double import Double
@@ -26,4 +26,4 @@ def require(transport: str, workers: int) -> None:
 def use(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the double, sessions of this process use it for NCCL."""
     if transport == DOUBLE:
-        monkeypatch.setattr(session, "Nccl", partial(Nccl, Double))
+        monkeypatch.setattr(links, "Nccl", partial(Nccl, Double))

@@ -13,7 +13,7 @@ from slipstream.runtime.model.state.followed_part import SteppedPart
 from slipstream.runtime.model.state.holding import Holding, build_holding
 from slipstream.runtime.model.state.part_state import elements_of
 from slipstream.runtime.model.state.parts import cut
-from slipstream.runtime.protocol.to_worker import LayerMove
+from slipstream.runtime.protocol.to_worker import Move
 from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from slipstream.runtime.worker.layer_sender import LayerSender
@@ -86,9 +86,9 @@ class Team:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
         addresses = (LEFT, (left,)), (RIGHT, (right,))
-        moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
-                 LayerMove(LEFT, RIGHT, 1))
-        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, (), addresses), follow))
+        moves = (Move(TARGET, LEFT, 0), Move(TARGET, RIGHT, 1), Move(TARGET, LEFT, 2),
+                 Move(LEFT, RIGHT, 1))
+        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:
         waiter = threading.Event()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.runtime.protocol.to_coordinator import Ran
-from slipstream.runtime.protocol.to_worker import Acknowledged, LayerMove, Train
+from slipstream.runtime.protocol.to_worker import Acknowledged, Move, Train
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.layers_of_order import take_layers
 from slipstream.runtime.worker.reports import Reports
@@ -35,7 +35,7 @@ def part_of(store, order, wait_for_all=lambda: None, fetched=()):
 def test_no_layer_is_dropped_before_all_have_theirs():
     """The one that was to get it may not have taken it, and nobody else has it."""
     store, other = (hold(empty_store(tiny().training), layers=layers) for layers in ((0, 2), (2, 3)))
-    order = Train(order=2, first_iteration=1, moves=(LayerMove(OTHER, ONE, 0), LayerMove(ONE, OTHER, 2)), fetch=0,
+    order = Train(order=2, first_iteration=1, moves=(Move(OTHER, ONE, 0), Move(ONE, OTHER, 2)), fetch=0,
                   addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")
     fetched = other.holding.optimizer.own_states(2)
     with pytest.raises(CommunicationError):

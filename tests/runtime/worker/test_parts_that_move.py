@@ -10,7 +10,7 @@ import torch
 from slipstream.runtime.model.state.part_state import elements_of, trained
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.to_coordinator import Kept
-from slipstream.runtime.protocol.to_worker import PartMove
+from slipstream.runtime.protocol.to_worker import Move
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
 from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
@@ -62,7 +62,7 @@ def keeper(request):
 
 
 def fetch(getting, moves, address, number=1):
-    getting.begin(LayerFetch(number, 1, senders_for(TARGET, (), moves, ((MEMBERS[0], (address,)),)), follow=True))
+    getting.begin(LayerFetch(number, 1, senders_for(TARGET, moves, ((MEMBERS[0], (address,)),)), follow=True))
 
 
 def until_asked(sender: LayerSender) -> None:
@@ -78,7 +78,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     told = queue.Queue()
     getting = receiver(tiny(**request.node.callspec.params["keeper"]).training, told)
     own, some = keeper.parts[0], (keeper.parts[0][0] + 1, keeper.parts[0][1] - 1)
-    moves = [PartMove(TARGET, MEMBERS[0], LAYER, *span, state=state) for span, state in ((own, True), (some, False))]
+    moves = [Move(TARGET, MEMBERS[0], LAYER, *span, state=state) for span, state in ((own, True), (some, False))]
     keeper.run(0)
     fetch(getting, moves, keeper.sender.address)
     until_asked(keeper.sender)
@@ -128,7 +128,7 @@ def test_nonsense_ends_a_fetch(messages, reason, capfd):
     training = tiny(shard_optimizer=True).training
     getting, layer = receiver(training, told), build(training).modules[LAYER]
     name, parameter = next(iter(trained(layer).items()))
-    move = PartMove(TARGET, MEMBERS[0], LAYER, 0, 8, state=True)
+    move = Move(TARGET, MEMBERS[0], LAYER, 0, 8, state=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fetch(getting, [move], listener.getsockname())
         with be_asked(listener.accept()[0]) as connection:
