@@ -8,6 +8,7 @@ import typer
 from slipstream.cli.shared.console import duration, out, print_json
 from slipstream.cli.shared.inputs import read_schedule_or_refuse
 from slipstream.cli.shared.options import Json, ScheduleFiles
+from slipstream.planner.budget import Budget
 from slipstream.planner.claims import proven_bound
 from slipstream.schedules.check import Violation
 from slipstream.schedules.check import check as violations_of
@@ -17,9 +18,12 @@ from slipstream.schedules.text_excerpt import render_excerpt
 MAX_GRIDS = 3
 """Violations of a file that are drawn; the others are only named."""
 
+PROOF_SECONDS = 60.0
+"""For CP-SAT, where what a file claims takes a search to prove."""
+
 Bound = Annotated[bool, typer.Option("--bound", help=(
-    "Also prove the lower bound that a file states. One that CP-SAT found may be more than this can prove; so may one "
-    "of version 0.1 for layers that move."))]
+    f"Also prove the lower bound that a file states, by CP-SAT within {PROOF_SECONDS:g} s where it found it. One of "
+    "version 0.1 for layers that move may be more than can be proven."))]
 
 
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
@@ -34,7 +38,8 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
         schedule = read_schedule_or_refuse(file)
         violations = violations_of(schedule)
         answers += [_violation_report(violation, schedule, file) for violation in violations]
-        proven = proven_bound(schedule).ticks if bound and not violations else None
+        budget = Budget.of_seconds(PROOF_SECONDS)
+        proven = proven_bound(schedule, budget).ticks if bound and not violations else None
         if proven is not None:
             claimed = schedule.lower_bound_ticks
             bounds.append({"file": str(file), "scope": schedule.scope, "claimed": schedule.seconds(claimed),

@@ -182,6 +182,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """So many steps from now on."""
         return cls(deadline=steps * STEP_SECONDS, clock=StepClock(), seed=seed)
 
+    @classmethod
+    def of_seconds(cls, seconds: float, seed: int = 0) -> "Budget":
+        """So many seconds from now on."""
+        return cls(deadline=time.monotonic() + seconds, seed=seed)
+
     @property
     def seconds(self) -> float:
         """Left until the deadline; negative after it."""

@@ -6,40 +6,64 @@ from fractions import Fraction
 
 import msgspec
 
+from slipstream.planner.budget import Budget
 from slipstream.planner.model.bounds import least_of, strongest_bound
+from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
 from slipstream.planner.model.problem import Bound, LayerTicks, Problem, Question
 from slipstream.planner.normalise import Windows
 from slipstream.planner.overlapped import least_of_columns
+from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
+from slipstream.planner.search.improve import options
 from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
 
 
-def proven_bound(schedule: Schedule) -> Bound:
+def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     """A bound for the question that the schedule's own answers, with these workers and the room they have.
 
     Where micro-batches may be cut or layers moved, it counts what a file tells of the costs of layers. Files of before
-    do not tell them: then only work bounds the period, and the optimizer step of a layer. CP-SAT proves more of small
-    problems than this.
+    do not tell them: then only work bounds the period, and the optimizer step of a layer. With a budget, CP-SAT proves
+    what is claimed of a small problem and is more than that.
     """
-    if schedule.times.of_layers and schedule.scope in (Scope.PLACE, Scope.LAYERS) and not schedule.overlaps:
+    found, claimed = _counted(schedule), schedule.lower_bound_ticks
+    if budget is None or found.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
+        return found
+    from slipstream.planner.search.cpsat import PROVED, excludes  # the solver takes a third of a second to load
+
+    problem = _problem(schedule, _vacant(schedule))
+    # Pipelines that share no micro-batches are independent: what is proven of one holds for all.
+    parts = [problem] if problem.sharing else [piece.problem for piece in decompose(problem)]
+    if any(options(part) <= DEFAULTS.cp_sat.largest_proof and excludes(part, claimed, budget) for part in parts):
+        return Bound(claimed, schedule.scope, PROVED)
+    return found
+
+
+def _counted(schedule: Schedule) -> Bound:
+    """What can be proven without a search."""
+    if schedule.times.of_layers and schedule.scope in (*([] if schedule.overlaps else [Scope.PLACE]), Scope.LAYERS):
         return _least(schedule, schedule.times.of_layers)
     if schedule.scope is Scope.LAYERS:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, Scope.LAYERS)
     if schedule.scope is Scope.ROLES:
         return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
-    problem = _problem(schedule, [role for role in schedule.grid.workers() if role not in schedule.player_of])
+    problem = _problem(schedule, _vacant(schedule))
     bound = strongest_bound(problem)
     return Bound(bound.ticks, schedule.scope, bound.counts)
 
 
+def _vacant(schedule: Schedule) -> list[Worker]:
+    return [role for role in schedule.grid.workers() if role not in schedule.player_of]
+
+
 def _exposed(schedule: Schedule) -> tuple[int, ...]:
     """What remains of reductions after the last W of a worker where they overlap, by stage: the least that one of its
-    layers takes, where the file tells that of all, else nothing."""
-    known = {layers[0]: ticks for layers, ticks in zip(schedule.layers_by_slice, schedule.times.all_reduce, strict=True)
-             if layers[1] - layers[0] == 1}
-    return least_of_columns(schedule.grid, [min((known.get(layer, 0) for layer in range(*layers)), default=0)
+    layers takes, where the file tells that, else nothing."""
+    told = schedule.times.of_layers
+    if not told:
+        return (0,) * len(schedule.grid.stages)
+    return least_of_columns(schedule.grid, [math.floor(min(told.all_reduce[slice(*layers)]) / Fraction(*told.per_tick))
                                             for layers in schedule.grid.layers_by_stage])
 
 
@@ -73,6 +97,8 @@ def _least(schedule: Schedule, told: LayerCosts) -> Bound:
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _costs(told)
+    if schedule.overlaps:  # reductions may go on beside all compute
+        costs = msgspec.structs.replace(costs, all_reduce=(0,) * grid.layer_count)
     if memory is not None:
         others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
         memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,

@@ -280,7 +280,9 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     (ready if isinstance(clock, StepClock) else begin)(progress)
     began = time.monotonic()
     roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
-    best = plan_with(options.within(options.seconds - roles), job, failed, known=known, progress=progress, clock=clock)
+    # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
+    first = options if options.steps is not None else options.within(options.seconds - roles)
+    best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
     in_place = msgspec.structs.replace(options.within(roles), layers="fixed")
     with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
         if failed and not best.interrupted:
@@ -294,7 +296,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
     job = slow_while_alive(job, failed)
     windows = windows_of(job, options)
-    least = windows.least(len(set(failed)))
+    least = windows_of(_without_state(job), options).least(len(set(failed)))
     own = best.schedule
     if not moving:
         best = msgspec.structs.replace(best, schedule=_claiming(own, least, windows.tick_seconds))
@@ -313,6 +315,12 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
+
+
+def _without_state(job: Job) -> Job:
+    """The job as if holders shared no optimizer state: a file tells how much room that leaves where its roles are
+    vacant, not where others would be."""
+    return msgspec.structs.replace(job, memory=job.memory and msgspec.structs.replace(job.memory, state=()))
 
 
 def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:

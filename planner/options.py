@@ -30,7 +30,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float = 10.0
     """Seconds. How far a search gets in them depends on the machine and on what else runs there."""
     steps: int | None = None
-    """Counted steps in place of seconds: then one seed gives one plan, on any machine (`planner.budget`)."""
+    """Counted steps in place of seconds: then one seed gives one plan, on any machine (`planner.budget`), and no wider
+    question is answered worse than a narrower one, which may have as many again."""
     seed: int = 0
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""

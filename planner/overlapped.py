@@ -17,16 +17,18 @@ from itertools import accumulate, pairwise, product
 from math import ceil
 from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
 from slipstream.planner.job.network import Network, rounded
+from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
 from slipstream.schedules.precedence import OpKey, waits
 from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import period_ticks as window_ticks
 
 CUT = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -74,13 +76,23 @@ def _with_exposed(problem: Problem, job: Job) -> Problem:
     """A problem of whole stages without reductions, in which each worker reduces the one of its layers that takes the
     least: after its last compute op, which is a W, at least that remains. So a bound for this problem is one for the
     job, where it counts how micro-batches may be cut."""
-    ticks = [round(seconds / problem.tick_seconds) for seconds in job.time.all_reduce]
     grid = problem.grid
-    if job.layers is not None and all(job.layers):
-        seconds = _Reductions(job)
-        ticks = [min(int(seconds.of((layer, layer + 1)) / exact(problem.tick_seconds))
-                     for layer in range(*grid.layers_of(stage))) for stage in range(len(grid.stages))]
-    return replace(problem, times=replace(problem.times, all_reduce=least_of_columns(grid, ticks)))
+    if not has_layers(job):
+        return problem
+    ticks = reductions_of_layers(job, exact(problem.tick_seconds))
+    return replace(problem, times=replace(problem.times, all_reduce=least_of_columns(
+        grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
+
+
+def has_layers(job: Job) -> bool:
+    """Whether each stage has some."""
+    return all(job.layers or (1,))
+
+
+def reductions_of_layers(job: Job, tick: Fraction) -> tuple[int, ...]:
+    """[layer] the whole ticks of so many seconds that its reduction takes by itself."""
+    seconds = _Reductions(job)
+    return tuple(int(seconds.of((layer, layer + 1)) / tick) for layer in range(len(layer_costs(job).forward)))
 
 
 def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
@@ -101,7 +113,23 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
     best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1])
     ticks = int(exact(tick_seconds) * bound.ticks / exact(schedule.tick_seconds))
     assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
-    return best.with_bound(min(ticks, best.period_ticks), bound.scope)
+    return _telling(best, job).with_bound(min(ticks, best.period_ticks), bound.scope)
+
+
+def _telling(schedule: Schedule, job: Job) -> Schedule:
+    """With what layers cost, and what the reduction of each takes by itself, which the bound counts."""
+    if not has_layers(job):
+        return schedule
+    told, tick = schedule.times.of_layers, exact(schedule.tick_seconds)
+    if not told:
+        costs = layer_costs(job)
+        fine, unit = tick_of(job, costs), unit_of(job, costs)
+        least = layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
+        per_unit = exact(schedule.memory.unit) / unit if schedule.memory else Fraction(1)
+        told = TicksOfLayers(per_tick=(tick / fine).as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                             **asdict(least))
+    told = replace(told, all_reduce=reductions_of_layers(job, tick / Fraction(*told.per_tick)))
+    return replace(schedule, times=replace(schedule.times, of_layers=told))
 
 
 def period_beside(schedule: Schedule, job: Job) -> float:
@@ -111,7 +139,7 @@ def period_beside(schedule: Schedule, job: Job) -> float:
 
 def _best(schedule: Schedule, job: Job, counts: Sequence[int]) -> Schedule:
     """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest."""
-    costs = layer_costs(job) if all(job.layers or (1,)) else None
+    costs = layer_costs(job) if has_layers(job) else None
     best = _Overlapped(schedule, job, costs, 0, 1).schedule()
 
     def shorter(count: int, pieces: int, *, ascending: bool) -> bool:

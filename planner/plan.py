@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from slipstream.planner.budget import (
 )
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
-from slipstream.planner.job.layers import layer_costs
+from slipstream.planner.job.layers import exact, layer_costs
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import least_of, strongest_bound
@@ -238,7 +238,7 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
         other_speed = speed if options.steps is None else Speed(options.seconds, other, options.params.blocks)
         itself = not failed and options.layers == "fixed"
         fault_free = known if itself else _fault_free(options, job, known, aside, other_speed)
-        found = _search(options, job, failed, told, speed)
+        found = _answer(options, job, failed, told, speed)
         schedule = found.schedule
         alike = is_alike(schedule)
         if itself and alike:
@@ -282,10 +282,43 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget,
-                        Speed(options.seconds, clock, options.params.blocks))
+        found = _answer(options, job, failed, budget, Speed(options.seconds, clock, options.params.blocks))
         return msgspec.structs.replace(found, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)
+
+
+def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
+    """What is found within the budget. With counted steps, it is never longer than the answer to a narrower question:
+    where that may be shorter, it is searched for with as many steps, which are its own."""
+    given = budget.seconds
+    found = _search(options, job, failed, budget, speed)
+    cut = options.slices and found.schedule.scope is Scope.PLACE
+    if options.steps is None or options.method in BASELINES or budget.stopped or not (options.layers == "move" or cut):
+        return found
+    narrower = msgspec.structs.replace(options, layers="fixed", from_checkpoint=False,
+                                       slices=options.slices and options.layers == "move")
+    with suppress(NoPlanError):
+        least = bounding_problem(narrower, job, failed)
+        if strongest_bound(least).ticks * least.tick_seconds < found.period:
+            clock = options.clock()
+            within = msgspec.structs.replace(budget, clock=clock, deadline=given)
+            other = _answer(narrower, job, failed, within, Speed(options.seconds, clock, options.params.blocks))
+            if other.period < found.period:
+                return msgspec.structs.replace(other, schedule=_claiming(other.schedule, found.schedule))
+    return found
+
+
+def _claiming(schedule: Schedule, other: Schedule) -> Schedule:
+    """The schedule with the bound of another one, and the costs of layers that it counts."""
+    ticks = exact(schedule.tick_seconds) / exact(other.tick_seconds)
+    told = other.times.of_layers
+    if told:
+        units = exact(schedule.memory.unit) / exact(other.memory.unit) if schedule.memory and other.memory else 1
+        told = msgspec.structs.replace(told, per_tick=(Fraction(*told.per_tick) * ticks).as_integer_ratio(),
+                                       per_unit=(Fraction(*told.per_unit) * units).as_integer_ratio())
+    times = msgspec.structs.replace(schedule.times, of_layers=told)
+    return msgspec.structs.replace(schedule, times=times).with_bound(
+        math.floor(other.lower_bound_ticks / ticks), other.scope)
 
 
 def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,

@@ -38,7 +38,7 @@ def any_jobs(draw, *, max_pipelines=3, max_stages=3, max_microbatches=3, max_lay
     """What users write, several at once: layers of a stage and their values, stages and layers that cost nothing,
     decimal times, transfers longer than ops, reductions by stage, weights, shared state, rooms and speeds of single
     workers, large and unequal activations, recomputation, virtual stages, both directions, unequal numbers of
-    micro-batches, nodes."""
+    micro-batches, nodes, reductions beside compute."""
     pipelines, stages = draw(st.integers(1, max_pipelines)), draw(st.integers(1, max_stages))
     order = draw(st.sampled_from(["linear"] * 4 + ["interleaved", "v", *([] if stages % 2 else ["bidirectional"])]))
     chunks = draw(st.sampled_from([1, 1, 2])) if order in ("interleaved", "v") else 1
@@ -65,8 +65,13 @@ def any_jobs(draw, *, max_pipelines=3, max_stages=3, max_microbatches=3, max_lay
              f"forward = {draw(some)}",
              f"backward_input = {values(ticks, virtual)}", f"backward_weight = {values(ticks, virtual)}",
              f"optimizer = {values(st.sampled_from([0, 0, 0.5, 2]), virtual)}",
-             f"all_reduce = {values(st.sampled_from([0, 0, 0, 1]), virtual)}",
              f"transfer = {draw(st.sampled_from([0, 0, 0.1, 1, 5]))}"]
+    network = ["overlap = true", f"latency = {draw(st.sampled_from([0, 0, 0.1]))}",
+               f"slowdown = {draw(st.sampled_from([0, 0, 0.25]))}"] if draw(st.integers(0, 4)) == 0 else []
+    if network and draw(st.booleans()):
+        network += ["bandwidth = 2", f"gradients = {values(st.sampled_from([0, 1, 3]), virtual)}"]
+    else:
+        lines.append(f"all_reduce = {values(st.sampled_from([0, 0, 0, 1]), virtual)}")
     if draw(st.integers(0, 2)) == 0:
         lines.append(f"slow = {of_workers(st.sampled_from([0.5, 1.001, 1.34, 2, 3]))}")
     if draw(st.booleans()):
@@ -84,6 +89,8 @@ def any_jobs(draw, *, max_pipelines=3, max_stages=3, max_microbatches=3, max_lay
         keys = draw(st.sets(st.sampled_from(["forward", "backward_input", "backward_weight", "optimizer", "all_reduce",
                                              "activation", "weights"])))
         lines += ["[layers]", *(f"{key} = {values(st.sampled_from([0, 1, 1, 2, 5]), total)}" for key in sorted(keys))]
+    if network:
+        lines += ["[network]", *network]
     if draw(st.integers(0, 3)) == 0:
         lines += ["[topology]", f"workers_per_node = {draw(st.integers(1, pipelines * stages))}"]
     return parse_job("\n".join(lines))

@@ -41,7 +41,8 @@ TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH
     "How good the plan is then depends on the machine and its load; see --steps."))]
 Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=SEARCH, metavar="N", min=0, max=10**15, help=(
     "Search for so many counted steps in place of seconds: then one seed gives one plan, on any machine, at any load. "
-    "A core makes about 400,000 a second."))]
+    "A core makes about 400,000 a second. What only some plans may do, as --layers move, never makes one longer: one "
+    "without it is searched for with N steps more where it may be shorter."))]
 Params = Annotated[Path | None, typer.Option("--params", rich_help_panel=SEARCH, metavar="FILE", help=(
     "A TOML file of what steers the search, in place of the usual values: see planner/params.py."))]
 Verbose = Annotated[bool, typer.Option("--verbose", rich_help_panel=ANSWER, help=(

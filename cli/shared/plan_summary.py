@@ -22,6 +22,8 @@ NAMED = 3
 """Workers that are named, of many."""
 WORTH = 1.0005
 """A gain in throughput that is worth a word."""
+FEW_BYTES = 1e6
+"""No layers are smaller: the job's memory is in other units than bytes."""
 
 
 def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
@@ -137,7 +139,8 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
         return []
     line = f"layers to move: {moved.layers}"
     if moved.bytes is not None and moved.seconds is not None:
-        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}"
+        line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}" if moved.bytes >= FEW_BYTES else \
+            f", {moved.bytes:g} bytes: say in [memory] unit_bytes what a unit of its values is"
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
     if (paid := pays_after_iterations(made, moved)) is not None:

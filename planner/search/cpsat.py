@@ -201,10 +201,18 @@ SMALL_MODEL = 1000
 """Compute ops up to which linear relaxations pay."""
 
 
+PROVED = "what CP-SAT proved"
+"""What its bounds count."""
+
+
+def _unheard(period: int) -> None:
+    """Reports nothing."""
+
+
 class _OnSolution(cp_model.CpSolverSolutionCallback):
     """Reports the period, in ticks, of every better plan while the solver runs."""
 
-    def __init__(self, progress: Callable[[int], None]) -> None:
+    def __init__(self, progress: Callable[[int], None] = _unheard) -> None:
         super().__init__()
         self._progress = progress
 
@@ -235,6 +243,13 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
     return found, after, min(bound, after)
+
+
+def excludes(problem: Problem, period: int, budget: Budget) -> bool:
+    """Whether it is proven within the budget that no plan has a shorter period."""
+    model, variables = _model(problem, 0, period - 1)
+    solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
+    return _solve(solver, model, _OnSolution(), budget) == cp_model.INFEASIBLE
 
 
 def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:

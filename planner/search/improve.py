@@ -77,7 +77,7 @@ def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
     """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
     return [index for index, piece in enumerate(known.pieces)
-            if not piece.problem.assigned and _options(piece.problem) <= params.largest_proof]
+            if not piece.problem.assigned and options(piece.problem) <= params.largest_proof]
 
 
 def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
@@ -101,7 +101,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatPara
                                            progress=report)
     budget.tally.add("CP-SAT: from the best plan", helped=int(after < period))
     found = known.with_piece(index, solution, after) if after < period else known
-    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, "what CP-SAT proved")
+    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
     # Its workers in any plan of the whole run a plan of this piece, if the ops of others are left out. Unless some of
     # theirs might go to workers of other pieces.
     alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
@@ -114,10 +114,10 @@ def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
     """The problem of a piece: with any choice of hosts that the whole allows, where that is small enough."""
     problem = known.pieces[index].problem
     shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
-    return shared if len(known.pieces) == 1 and _options(shared) <= params.largest_proof else problem
+    return shared if len(known.pieces) == 1 and options(shared) <= params.largest_proof else problem
 
 
-def _options(problem: Problem) -> int:
+def options(problem: Problem) -> int:
     """Compute ops, counted once per possible host."""
     return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
 

@@ -195,6 +195,9 @@ def test_what_a_plan_takes_to_move(tmp_path):
     assert by_rank["bytes_moved"] == answer["bytes_moved"]
     assert by_rank["seconds_to_move"] == answer["seconds_to_move"] / 4, "four ranks send at the same time"
     assert "workers of 4 ranks: times are those of a worker" in " ".join(slipstream(*command).stdout.split())
+    (tmp_path / "job.toml").write_text(JOB + WEIGHTS.replace("unit_bytes = 1e9\n", ""))
+    said = f"{2 * len(moves)} bytes: say in [memory] unit_bytes what a unit of its values is"
+    assert said in " ".join(slipstream(*command).stdout.split())
 
 
 def test_says_what_else_could_be_done_and_what_is_best(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.budget import Budget
 from slipstream.planner.claims import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact
@@ -24,6 +25,10 @@ STEPS = 20_000
 QUESTIONS = {"whole": (Scope.STAGES, {"slices": False}), "in place": (Scope.PLACE, {}), "roles": (Scope.ROLES, {}),
              "layers": (Scope.LAYERS, {"layers": "move"}), "recycle": (Scope.STAGES, {"method": "recycle"})}
 """Each with the narrowest question that its plans are answers to."""
+WIDER = (("whole", "in place"), ("in place", "roles"), ("in place", "layers"))
+"""A question, and one that allows more."""
+PROOF = 4_000_000
+"""Steps in which CP-SAT proves again what it has claimed of a small job."""
 
 
 def plans(job, failed, options):
@@ -43,19 +48,25 @@ def seconds(schedule, ticks):
     return ticks * exact(schedule.tick_seconds)
 
 
+def period(schedule):
+    return seconds(schedule, schedule.period_ticks)
+
+
 def assert_claims_hold(data, job, options):
     down = data.draw(failures(job))
     made = plans(job, down, options)
     for name, schedule in made.items():
         assert check(schedule) == []
         assert decode(encode(schedule)) == schedule
-        proven = proven_bound(schedule).ticks
-        assert proven <= schedule.period_ticks
-        assert proven >= schedule.lower_bound_ticks or options["method"] == "cp-sat"  # which proves more of small ones
+        assert schedule.lower_bound_ticks <= proven_bound(schedule, Budget.of_steps(PROOF)).ticks <= \
+            schedule.period_ticks
         for other, claim in made.items():
             if claim.scope.holds_for(QUESTIONS[name][0]):
                 bound = seconds(claim, claim.lower_bound_ticks)
-                assert bound <= seconds(schedule, schedule.period_ticks), f"{other} claims a bound that {name} is below"
+                assert bound <= period(schedule), f"{other} claims a bound that {name} is below"
+    for narrow, wide in WIDER:
+        if narrow in made and wide in made:
+            assert period(made[wide]) <= period(made[narrow]), f"{wide} is answered worse than {narrow}"
     if down and "in place" in made:
         workers = list(made["in place"].grid.workers())
         found = relabel(made["in place"], data.draw(st.permutations(workers))[:len(down)])
@@ -95,23 +106,31 @@ def test_the_reference_does_not_depend_on_what_was_planned_before(job, before):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 3).filter(any), min_size=2, max_size=2),
-       st.sampled_from([0, 1, 4]), st.lists(st.integers(0, 2), min_size=2, max_size=2), st.sampled_from([1, 2]))
-def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, transfer, steps, count):
-    """One pipeline of two stages of a layer each: every choice of a worker for each layer of each micro-batch."""
-    times = "\n".join(f"{key} = {list(of)}" for key, of in zip(
-        ("forward", "backward_input", "backward_weight"), zip(*layers, strict=True), strict=True))
-    job = grid(1, 2, count, times=f"{times}\ntransfer = {transfer}\noptimizer = {steps}")
+       st.sampled_from([0, 1, 4]), st.lists(st.integers(0, 2), min_size=2, max_size=2), st.sampled_from([1, 2]),
+       st.booleans())
+def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, transfer, steps, count, one_stage):
+    """Two workers, two layers: one pipeline of two stages, or two of one stage. Every choice of a worker for each layer
+    of each micro-batch."""
+    keys, values = ("forward", "backward_input", "backward_weight"), [*zip(*layers, strict=True)]
+    text = "\n".join(f"{key} = {list(of)}" for key, of in zip(keys, values, strict=True))
+    job = grid(1, 2, count, times=f"{text}\ntransfer = {transfer}\noptimizer = {steps}")
+    if one_stage:
+        count = 2
+        whole = "\n".join(f"{key} = {sum(of)}" for key, of in zip(keys, values, strict=True))
+        job = grid(2, 1, 1, times=f"{whole}\ntransfer = {transfer}\noptimizer = {sum(steps)}",
+                   more=f"[placement]\nlayers = [2]\n[layers]\n{text}\noptimizer = {steps}")
     options = PlanOptions(layers="move", backward="fused", steps=STEPS)
     given_problem = layered_problem(job, (), Question(layers="move"), backward="fused")
     made = plan_only(options, job, ()).schedule
     optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
                                            workers=2, microbatches=count, transfer=transfer)
     tick = exact(made.tick_seconds)
-    assert period_bound(given_problem).ticks * tick <= optimum <= made.period_ticks * tick
+    least = period_bound(given_problem).ticks * exact(given_problem.tick_seconds)
+    assert least <= optimum <= made.period_ticks * tick
     assert made.scope is Scope.LAYERS and made.lower_bound_ticks * tick <= optimum
 
 
-WIDER = {  # found by drawing jobs: with a tenth of these steps the first three are answered worse
+SEARCHED = {  # found by drawing jobs: by the search for the wider question alone, these are answered worse
     "virtual": (grid(3, 3, [1, 1, 3], times="forward = 1\nbackward_input = [1, 0, 2, 3, 0.1, 2]\n"
                      "backward_weight = [1, 0, 2, 3, 0.1, 2]\noptimizer = [2, 2, 0.5, 2, 2, 2]\n"
                      "all_reduce = [0, 1, 0, 1, 0, 1]\ntransfer = 1",
@@ -123,23 +142,16 @@ WIDER = {  # found by drawing jobs: with a tenth of these steps the first three 
     "both ways": (grid(3, 2, 3, times="forward = 1\nbackward_input = 3\nbackward_weight = 0\noptimizer = 2\n"
                        "transfer = 0.1", more="[placement]\norder = 'bidirectional'\n[memory]\ncapacity = 15\n"
                        "activation = [7, 1]\nweight_stash = [7, 1]\nweights = [7, 1]\n"), []),
+    "slow": (grid(2, 2, 1, times="forward = 1\nbackward_input = 0.3\nbackward_weight = 0.3\nall_reduce = [0, 1]\n"
+                  "transfer = 0.1\nslow = {'0.1' = 0.5, '1.0' = 1.34}"), []),
 }
 
 
-@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("name", SEARCHED)
 def test_a_wider_question_is_not_answered_worse(name):
-    job, down = WIDER[name]
-    made = plans(job, down, {"method": "greedy", "steps": 200_000})
-    assert made["layers"].seconds(made["layers"].period_ticks) <= made["in place"].seconds(
-        made["in place"].period_ticks) <= made["whole"].seconds(made["whole"].period_ticks)
-
-
-def test_layers_that_may_move_leave_the_plan_in_place_as_good():
-    job = grid(2, 2, 1, times="forward = 1\nbackward_input = 0.3\nbackward_weight = 0.3\nall_reduce = [0, 1]\n"
-               "transfer = 0.1\nslow = {'0.1' = 0.5, '1.0' = 1.34}")
-    made = plans(job, [], {"steps": 200_000})
-    assert made["layers"].seconds(made["layers"].period_ticks) <= made["in place"].seconds(
-        made["in place"].period_ticks)
+    job, down = SEARCHED[name]
+    made = plans(job, down, {"method": "greedy", "steps": STEPS})
+    assert all(period(made[wide]) <= period(made[narrow]) for narrow, wide in WIDER)
 
 
 def test_a_role_is_vacant_in_all_questions():
