@@ -4,7 +4,7 @@ report what they have run without a commit point."""
 import os
 from functools import partial
 
-from slipstream.runtime.replay import session
+from slipstream.runtime.replay import links, session
 from slipstream.runtime.replay.nccl import Nccl
 from tests.runtime.replay.double import HASTY, Double
 
@@ -16,5 +16,5 @@ def _commit_point(self: session.Session) -> None:
         _USUAL(self)
 
 
-session.Nccl = partial(Nccl, Double)  # type: ignore[misc, assignment]
+links.Nccl = partial(Nccl, Double)  # type: ignore[misc, assignment]
 session.Session.commit_point = _commit_point  # type: ignore[method-assign]
