@@ -96,7 +96,7 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from slipstream.cli import app as commands, start
 
-def app(prog_name):
+def app(prog_name, obj):
     begun = threading.Event()
     def plan():
         with ThreadPoolExecutor(1) as pool:
