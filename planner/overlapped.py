@@ -20,7 +20,7 @@ from typing import NamedTuple
 from msgspec.structs import asdict, replace
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerCosts, exact, layer_costs
+from slipstream.planner.job.layers import LayerCosts, exact, layer_costs, ratio
 from slipstream.planner.job.network import Network, rounded
 from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
 from slipstream.planner.model.problem import Bound, Problem
@@ -125,8 +125,8 @@ def _telling(schedule: Schedule, job: Job) -> Schedule:
         costs = layer_costs(job)
         fine, unit = tick_of(job, costs), unit_of(job, costs)
         least = layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
-        per_unit = exact(schedule.memory.unit) / unit if schedule.memory else Fraction(1)
-        told = TicksOfLayers(per_tick=(tick / fine).as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+        per_unit = ratio(schedule.memory.unit, float(unit)) if schedule.memory else Fraction(1)
+        told = TicksOfLayers(per_tick=ratio(schedule.tick_seconds, float(fine)).as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                              **asdict(least))
     told = replace(told, all_reduce=reductions_of_layers(job, tick / Fraction(*told.per_tick)))
     return replace(schedule, times=replace(schedule.times, of_layers=told))

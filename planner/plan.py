@@ -31,7 +31,7 @@ from slipstream.planner.budget import (
 )
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
-from slipstream.planner.job.layers import exact, layer_costs
+from slipstream.planner.job.layers import layer_costs, ratio
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import least_of, strongest_bound
@@ -310,10 +310,10 @@ def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 
 def _claiming(schedule: Schedule, other: Schedule) -> Schedule:
     """The schedule with the bound of another one, and the costs of layers that it counts."""
-    ticks = exact(schedule.tick_seconds) / exact(other.tick_seconds)
+    ticks = ratio(schedule.tick_seconds, other.tick_seconds)
     told = other.times.of_layers
     if told:
-        units = exact(schedule.memory.unit) / exact(other.memory.unit) if schedule.memory and other.memory else 1
+        units = ratio(schedule.memory.unit, other.memory.unit) if schedule.memory and other.memory else 1
         told = msgspec.structs.replace(told, per_tick=(Fraction(*told.per_tick) * ticks).as_integer_ratio(),
                                        per_unit=(Fraction(*told.per_unit) * units).as_integer_ratio())
     times = msgspec.structs.replace(schedule.times, of_layers=told)

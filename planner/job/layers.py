@@ -66,6 +66,13 @@ def exact(value: float) -> Fraction:
     return Fraction(repr(value))
 
 
+def ratio(one: float, other: float) -> Fraction:
+    """Of two ticks or units, which were rounded to floats: a ratio of numbers that a file can hold."""
+    if one < other:
+        return 1 / ratio(other, one)
+    return Fraction(one / other).limit_denominator(10**6)
+
+
 def added(one: float, other: float) -> float:
     """The sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
     return float(exact(one) + exact(other))

@@ -264,7 +264,7 @@ def test_a_reference_that_is_not_known_well_is_a_range(tmp_path, monkeypatch):
 @pytest.mark.real_clock
 def test_what_is_too_large_exits_2_with_the_size_that_fits(tmp_path):
     (tmp_path / "job.toml").write_text(HARD.replace("= 16", "= 65536"))
-    result = slipstream("plan", tmp_path / "job.toml", "--time-limit", "3", "--out", tmp_path / "s.json")
+    result = slipstream("plan", tmp_path / "job.toml", "--time-limit", "0.5", "--out", tmp_path / "s.json")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not (tmp_path / "s.json").exists()
     assert re.search(r"65,536 micro-batches .* (fit|use fewer).*, or --time-limit \d+ is enough", result.stderr)
 
