@@ -111,7 +111,7 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1])
-    ticks = int(exact(tick_seconds) * bound.ticks / exact(schedule.tick_seconds))
+    ticks = int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
     assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
     return _telling(best, job).with_bound(min(ticks, best.period_ticks), bound.scope)
 
@@ -125,8 +125,9 @@ def _telling(schedule: Schedule, job: Job) -> Schedule:
         costs = layer_costs(job)
         fine, unit = tick_of(job, costs), unit_of(job, costs)
         least = layer_ticks(costs, fine, unit, fused=schedule.backward == "fused", down=True)
+        per_tick = ratio(schedule.tick_seconds, float(fine))
         per_unit = ratio(schedule.memory.unit, float(unit)) if schedule.memory else Fraction(1)
-        told = TicksOfLayers(per_tick=ratio(schedule.tick_seconds, float(fine)).as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+        told = TicksOfLayers(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
                              **asdict(least))
     told = replace(told, all_reduce=reductions_of_layers(job, tick / Fraction(*told.per_tick)))
     return replace(schedule, times=replace(schedule.times, of_layers=told))

@@ -45,7 +45,8 @@ def plans(job, failed, options):
 
 
 def seconds(schedule, ticks):
-    return ticks * exact(schedule.tick_seconds)
+    """A third of a second is no float: two schedules in other ticks are compared by the fractions that were meant."""
+    return ticks * exact(schedule.tick_seconds).limit_denominator(10**6)
 
 
 def period(schedule):
