@@ -23,6 +23,7 @@ from slipstream.planner.model.problem import (
     Problem,
     Question,
     Visit,
+    groups_that_hold,
 )
 from slipstream.schedules.layers import LayerRange, total, totals
 from slipstream.schedules.schedule import (
@@ -329,10 +330,9 @@ def reductions_of(grid: Grid, groups: Sequence[Held]) -> tuple[Reduction, ...]:
     ends = {end for _, end in grid.layers_by_stage}
     edges = {edge for held in groups for layers in held for edge in layers}
     whole = edges - {0} <= ends
+    ranges = list(pairwise(sorted(edges | ends if whole else edges)))
     found: list[Reduction] = []
-    for first, end in pairwise(sorted(edges | ends if whole else edges)):
-        holders = tuple(group for group, held in enumerate(groups)
-                        if any(low <= first and end <= high for low, high in held))
+    for (first, end), holders in zip(ranges, map(tuple, groups_that_hold(ranges, groups)), strict=True):
         if found and found[-1][1] == holders and found[-1][0][1] == first and not whole:
             found[-1] = (found[-1][0][0], end), holders
         elif holders:

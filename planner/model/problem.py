@@ -1,6 +1,6 @@
 """The scheduling problem in whole ticks: what each layer costs, who holds what, what is decided; bounds as values."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -108,6 +108,19 @@ Held = tuple[LayerRange, ...]
 """What a worker holds: ascending ranges that do not touch."""
 UNLIMITED = 2**40
 """Room of a worker where memory is unlimited."""
+
+
+def groups_that_hold(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
+    """[range] the numbers of the groups that hold all of its layers, ascending. One pass over what is held."""
+    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+    firsts = [ranges[number][0] for number in order]
+    found: list[list[int]] = [[] for _ in ranges]
+    for group, held in enumerate(groups):
+        for low, high in held:
+            for number in order[bisect_left(firsts, low):bisect_left(firsts, high)]:
+                if ranges[number][1] <= high:
+                    found[number].append(group)
+    return found
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -304,9 +317,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         members: list[list[Worker]] = [[] for _ in self.groups]
         for worker in self.live:
             members[self.group(worker)].append(worker)
-        found = [sorted(worker for group, held in enumerate(self.groups)
-                        if any(low <= first and end <= high for low, high in held) for worker in members[group])
-                 for first, end in self.layers_of]
+        found = [sorted(worker for group in groups for worker in members[group])
+                 for groups in groups_that_hold(self.layers_of, self.groups)]
         if not self.assigned:
             found = [[worker for worker in workers if worker.column == column]
                      for column, workers in zip(self.column_of, found, strict=True)]
