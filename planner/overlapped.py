@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
 
+from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import LayerCosts, exact, layer_costs, ratio
 from slipstream.planner.job.network import Network, rounded
@@ -104,13 +105,13 @@ def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float) -> Schedule:
-    """The schedule of a job without reductions, with those of the job: the shortest that is found.
+def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget) -> Schedule:
+    """The schedule of a job without reductions, with those of the job: the shortest that is found within the budget.
 
     `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
-    best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1])
+    best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1], budget)
     ticks = int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
     assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
     return _telling(best, job).with_bound(min(ticks, best.period_ticks), bound.scope)
@@ -138,13 +139,16 @@ def period_beside(schedule: Schedule, job: Job) -> float:
     return schedule.seconds(_best(schedule, job, FEW[:2]).period_ticks)
 
 
-def _best(schedule: Schedule, job: Job, counts: Sequence[int]) -> Schedule:
-    """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest."""
+def _best(schedule: Schedule, job: Job, counts: Sequence[int], budget: Budget | None = None) -> Schedule:
+    """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest of those that
+    there is time for."""
     costs = layer_costs(job) if has_layers(job) else None
     best = _Overlapped(schedule, job, costs, 0, 1).schedule()
 
     def shorter(count: int, pieces: int, *, ascending: bool) -> bool:
         nonlocal best
+        if budget is not None and (budget.seconds <= 0 or budget.stopped):
+            return False
         made = _Overlapped(schedule, job, costs, count, pieces, ascending=ascending).schedule()
         if made.period_ticks >= best.period_ticks or check(made):
             return False

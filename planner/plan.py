@@ -331,17 +331,20 @@ def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget
     if Scope.PLACE.holds_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
-    best = _beside(found, job, bound, tick)
-    if best.schedule.status != "optimal" and options.method not in BASELINES:
-        found = search(options, without_reductions(job, HALF), failed, budget)
-        made = _beside(found, job, bound, tick)
+    began = budget.seconds
+    best = _beside(found, job, bound, tick, budget)
+    cutting = began - budget.seconds  # of the next plan takes as long again; it counts no steps
+    again = best.schedule.status != "optimal" and options.method not in BASELINES
+    if again and (not cutting or budget.seconds > cutting):
+        found = search(options, without_reductions(job, HALF), failed, budget.within(budget.seconds - cutting))
+        made = _beside(found, job, bound, tick, budget)
         best = made if made.period < best.period else best
     return best
 
 
-def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float) -> Plan:
+def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget) -> Plan:
     """A plan without reductions, with those of the job."""
-    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds), evidence=found.evidence,
+    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds, budget), evidence=found.evidence,
                    fixed_period=found.fixed_period, end=found.end)
 
 

@@ -31,7 +31,7 @@ def test_killed_with_the_same_numbers(training, fork_server, tmp_path):
     assert begins_early(schedule_for(JOB)) and begins_early(schedule_for(JOB, ["1.0"]))
     result = train([at("1.0", 1, "A"), at("0.1", 3, "stepped"), at("2.1", 4, after_reducing(["0.1", "1.0"]))],
                    fork_server, tmp_path, job=JOB, config=eight_layers(6, **training))
-    assert dead(result) == ["1.0", "0.1", "2.1"]
+    assert {*dead(result)} == {"1.0", "0.1", "2.1"}
 
 
 def after_reducing(failed):
@@ -48,7 +48,7 @@ def test_layers_that_share_parameters(shard, fork_server, tmp_path):
         {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 6}, shard_optimizer=shard, clip_norm=0.5)
     result = train([at("1.0", 1, "A"), at("0.1", 3, "stepped"), at("2.1", 4, after_reducing(["0.1", "1.0"]))],
                    fork_server, tmp_path, job=JOB, config=config)
-    assert dead(result) == ["1.0", "0.1", "2.1"]
+    assert {*dead(result)} == {"1.0", "0.1", "2.1"}
 
 
 def test_a_slow_worker_is_relieved(fork_server, tmp_path):

@@ -131,8 +131,7 @@ class Counting:
         """It has all that it needs."""
         self.said.append(Started(self.worker, self.order.order))
         if self.begun == ITERATIONS:
-            self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
-            self.pause()
+            self.pause()  # and keeps what others may still lack
 
     def source(self, worker):
         """The process of a worker that sends it layers; None: it is gone."""
