@@ -1,8 +1,9 @@
 """Fork server: a process that imports torch once, and then forks others on request, each in milliseconds.
 
-Requests and reports are lines of JSON on its standard input and output. When its input closes, because the process that
-started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told to hold them, it
-first waits a while for another process to take it over (`adopt`), through a socket whose name was agreed on before.
+Requests and reports are lines of JSON over a socket, which is its standard input and output. When that closes, because
+the process that started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told
+to hold them, it first waits a while for another process to take it over (`adopt`), through a socket whose name was
+agreed on before.
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
 main program again, in the server and in each process, so that one without an `if __name__ == "__main__"` guard fails;
@@ -67,25 +68,28 @@ def environment(**more: str) -> dict[str, str]:
 class ForkServer:
     """The launcher's side. Used as a context manager, so that no process outlives it; may serve several runs."""
 
+    _process: "subprocess.Popen[bytes] | None" = None
+    """The server's, where this process has started it."""
+
     def __init__(self) -> None:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
         # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
         # SIGTERM, which schedulers send to all processes, stays blocked there, and in a worker until that handles it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs,
+                stdout=theirs, env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._attach(self._process.stdin.fileno(), self._process.stdout.fileno(),
-                     f"slipstream-{secrets.token_hex(16)}")
+        self._attach(ours, f"slipstream-{secrets.token_hex(16)}")
 
-    def _attach(self, requests: int, news: int, name: str) -> None:
-        """Talk to the server over these descriptors. `name` is the one by which it is found again."""
-        self._requests, self._news, self._name = requests, news, name
-        self._lines = Lines(news)
+    def _attach(self, connection: socket.socket, name: str) -> None:
+        """Talk to the server over this connection. `name` is the one by which it is found again."""
+        self._connection, self._name = connection, name
+        self._lines = Lines(connection.fileno())
         self._selector = selectors.DefaultSelector()
-        self._selector.register(news, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
         """What was given when its processes were held."""
@@ -120,14 +124,16 @@ class ForkServer:
     def kill_all(self) -> None:
         """Kill the processes that are alive, and wait until they are gone.
 
-        Where that takes longer than `KILL_SECONDS`, the server is killed, too, and leaves them to the system.
+        Where that takes longer than `KILL_SECONDS`, the server is killed, too, if it is a child of this process, and
+        leaves them to the system.
         """
         deadline = time.monotonic() + KILL_SECONDS
         try:
             self._ask(KillAll())
             while self._alive:
                 if time.monotonic() > deadline:
-                    self._process.kill()
+                    if self._process is not None:
+                        self._process.kill()
                     raise ForkServerError(GONE)
                 self.poll(1.0)
         except ForkServerError:  # then they have gone with it
@@ -140,7 +146,7 @@ class ForkServer:
 
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to tell."""
-        return self._news
+        return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
         """The processes that have ended, waiting at most that long for some news. Raises ForkServerError."""
@@ -159,24 +165,23 @@ class ForkServer:
             if isinstance(news, Started):
                 self.pids[news.name] = news.pid
             elif isinstance(news, ProcessEnded):
-                self._alive.remove(news.name)
-                del self.pids[news.name]
+                self._alive.discard(news.name)
+                self.pids.pop(news.name, None)
                 ended.append(news)
         return ended
 
     def close(self) -> None:
         """End the fork server and all that it has forked."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        deadline = time.monotonic() + KILL_SECONDS
         with contextlib.suppress(ForkServerError):
             self._ask(End())
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+            while time.monotonic() < deadline:
+                self.poll(1.0)  # until it is gone
         self._selector.close()
-        self._process.stdout.close()
+        self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(KILL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +193,7 @@ class ForkServer:
         data = msgspec.json.encode(request) + b"\n"
         try:
             while data:
-                data = data[os.write(self._requests, data):]
+                data = data[self._connection.send(data):]
         except OSError:
             raise ForkServerError(GONE) from None
 
@@ -197,8 +202,7 @@ class AdoptedForkServer(ForkServer):
     """One that another process has started, which has died; made by `adopt`."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection = connection
-        self._attach(connection.fileno(), connection.fileno(), name)
+        self._attach(connection, name)
         deadline = time.monotonic() + ADOPT_SECONDS
         first: list[bytes] = []
         while not first:
@@ -210,26 +214,6 @@ class AdoptedForkServer(ForkServer):
         self.note = news.note
         self._alive.update(news.alive)
         self._learn(first[1:])  # one that has just ended was never known to live here
-
-    def kill_all(self) -> None:
-        """As that of the others; a server that hangs is left to the system."""
-        deadline = time.monotonic() + KILL_SECONDS
-        with contextlib.suppress(ForkServerError):
-            self._ask(KillAll())
-            while self._alive and time.monotonic() < deadline:
-                self.poll(1.0)
-        self._alive.clear()
-        self.pids.clear()
-
-    def close(self) -> None:
-        """End the fork server and all that it has forked."""
-        deadline = time.monotonic() + KILL_SECONDS
-        with contextlib.suppress(ForkServerError):
-            self._ask(End())
-            while time.monotonic() < deadline:
-                self.poll(1.0)  # until it is gone
-        self._selector.close()
-        self._connection.close()
 
 
 def adopt(name: str) -> AdoptedForkServer | None:

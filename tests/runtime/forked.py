@@ -44,11 +44,6 @@ class ForkedServer(AdoptedForkServer):
         connection.setblocking(True)
         super().__init__(connection, name)
 
-    def close(self) -> None:
-        super().close()
-        self._process.kill()
-        self._process.wait(START_SECONDS)
-
 
 def own_fork_server(*imports: str) -> ForkServer:
     """One for a test of its own. It has imported these modules, so that not each worker must."""
