@@ -179,9 +179,9 @@ class ProcessManager:
         self._workers_of: dict[int, list[Worker]] = defaultdict(list)
         for worker, node in nodes.items():
             self._workers_of[node].append(worker)
-        self._later = list(returns)
-        self._due: list[Worker] = []
-        """Each as often as it is to be started."""
+        self._returns = list(returns)
+        self._iteration = -1
+        """The last one that has begun."""
         self._dead = set(absent)
         self._degradable = degradable
         self._without = without
@@ -230,9 +230,7 @@ class ProcessManager:
         """Start the workers of node 0 that do not live: the node has been started again. One that had lost a process
         goes on without it, where it can. Raises ForkServerError."""
         for worker in sorted(set(self.workers_of(0)) & self._dead):
-            self._dead.remove(worker)
-            without = self._without.get(worker) if worker.column in self._degradable else None
-            self._local.do(StartWorker(worker, without=without))
+            self._start(worker, self._without.get(worker) if worker.column in self._degradable else None)
 
     def kill(self, worker: Worker, rank: int | None = None) -> None:
         """Kill a worker's process, wherever it is; all of them, where it is several, because of that of a `rank`.
@@ -250,8 +248,7 @@ class ProcessManager:
         self._dead.add(worker)
         self._bring_back()
         if worker.column in self._degradable and ended.status and ended.without is not None and worker in self._dead:
-            self._dead.remove(worker)
-            self._do(StartWorker(worker, without=ended.without))
+            self._start(worker, ended.without)
         elif ended.status and worker in self._dead:
             self._crashed(worker)
 
@@ -272,8 +269,7 @@ class ProcessManager:
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
             del self._again[worker]
             if worker in self._dead:
-                self._dead.remove(worker)
-                self._do(StartWorker(worker))
+                self._start(worker)
 
     def begins(self, iteration: int) -> None:
         """An iteration begins, for the first time or again. Raises ForkServerError."""
@@ -287,16 +283,18 @@ class ProcessManager:
     def committed(self, iteration: int) -> None:
         """The iteration after this one begins. Raises ForkServerError."""
         self.begins(iteration + 1)
-        for one in [one for one in self._later if one.iteration <= iteration + 1]:
-            self._later.remove(one)
-            self._due.append(one.worker)
+        self._iteration = max(self._iteration, iteration + 1)
         self._bring_back()
 
     def _bring_back(self) -> None:
-        for worker in sorted(self._dead & set(self._due)):
-            self._due.remove(worker)
-            self._dead.remove(worker)
-            self._do(StartWorker(worker))
+        for one in sorted(self._returns, key=lambda one: one.worker):
+            if one.iteration <= self._iteration and one.worker in self._dead:
+                self._returns.remove(one)
+                self._start(one.worker)
+
+    def _start(self, worker: Worker, without: int | None = None) -> None:
+        self._dead.remove(worker)
+        self._do(StartWorker(worker, without=without))
 
     def _do(self, command: StartWorker | KillWorker) -> None:
         node = self._nodes.get(command.worker, 0)
