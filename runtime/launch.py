@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog, both, last_checkpoint
+from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
 from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from slipstream.runtime.coordinator.metrics import record_metrics
 from slipstream.runtime.coordinator.run import Run
@@ -43,8 +44,9 @@ from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessM
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import HOW, Secret, new_secret
-from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
+from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, listen
 from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.replay.group_store import forget_orders
 from slipstream.runtime.run_fit import Fit, prepare, setup_for
 from slipstream.runtime.run_folder import (
     LeftBehind,
@@ -62,7 +64,7 @@ from slipstream.runtime.run_result import result_of
 from slipstream.schedules import codec
 from slipstream.schedules.files import write_atomically
 from slipstream.schedules.measured_trace import write_measured_trace
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
 """How long, and how often, it is tried to listen where workers look for a coordinator: while nobody listens there, the
@@ -120,7 +122,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                         or not resilience.coordinator_timeout_seconds:
                     held.end(out)
                     assert error.__cause__ is not None
-                    raise error.__cause__ from None
+                    raise RunError(str(error.__cause__)) if isinstance(error.__cause__, NoScheduleError) \
+                        else error.__cause__ from None
                 options.notify("".join(traceback.format_exception(error.__cause__))
                                + f"node 0 failed, and is started again; its workers live: {error}")
                 time.sleep(pause)
@@ -204,9 +207,8 @@ class _Launch:
             begins = first + len(losses or ())
             writer = stack.enter_context(Writer(options.notify))
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard, writer.say, writer,
-                                                         options.observe_iteration))
-            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), writer.say, writer))
+                                                         options.tensorboard, writer, options.observe_iteration))
+            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), writer))
             event_log.iteration = first
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
@@ -217,11 +219,10 @@ class _Launch:
             alive = [worker for worker, one in found.items() if one.whole]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, writer.say, writer)),
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, writer)),
                 self._processes(fork_server, opened, settings, found if behind is not None else None, left.crashes,
                                 lambda crashes: writer(partial(leave_behind, out, replace(left, crashes=crashes)))),
-                event_log,
-                writer)
+                event_log, writer)
             leave_behind(out, left)
             stack.push(partial(_unless_failed, writer, partial(forget_left_behind, out)))
             try:
@@ -296,22 +297,16 @@ class _Launch:
 
     def _run(self, setup: Setup, settings: NodeSettings, behind: LeftBehind | None, losses: Sequence[float] | None,
              alive: Sequence[Worker]) -> Run:
-        options, resilience = self.options, self.resilience
-        return Run(schedule=self.schedule, scheduler=resilience.scheduler, shares=self.fit.shares,
-                   injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
-                   setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
-                   with_degraded=resilience.with_degraded,
-                   settling=resilience.settling,
+        fit, resilience = self.fit, self.resilience
+        return Run(schedule=self.schedule, setup=setup, shares=fit.shares, out=self.out, config=self.config,
+                   secret=settings.secret, resilience=resilience, options=self.options,
+                   forget_orders=lambda before: forget_orders(connect_store(setup.store), before),
                    layer_bytes=() if resilience.settling is None else state_bytes(
-                       self.fit.model, self.config.training, self.schedule.grid.pipelines),
-                   shared_layers=self.fit.shared_layers, whole_schedules=self.fit.whole_schedules,
-                   length_costs=self.fit.length_costs,
-                   elements=self.fit.elements, secret=settings.secret, notify=options.notify,
-                   grace_seconds=options.grace_seconds,
-                   join_timeout_seconds=resilience.join_timeout_seconds,
-                   stall_timeout_seconds=resilience.stall_timeout_seconds, behind=behind, losses=losses,
-                   checkpointed=None if behind is None else last_checkpoint(self.out),
-                   gone=[worker for worker in self.fit.shares[0] if worker not in alive])
+                       fit.model, self.config.training, self.schedule.grid.pipelines),
+                   shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
+                   length_costs=fit.length_costs, elements=fit.elements, behind=behind, losses=losses,
+                   journal=NO_JOURNAL if behind is None else read_journal(self.out),
+                   gone=[worker for worker in fit.shares[0] if worker not in alive])
 
     def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
                    found: Mapping[Worker, FoundWorker] | None, crashes: Crashes,

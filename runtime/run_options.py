@@ -8,8 +8,9 @@ from slipstream.runtime.coordinator.event_log import Observer
 from slipstream.runtime.coordinator.metrics import IterationObserver
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, WithDegraded
 from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
-from slipstream.runtime.coordinator.run import Notify
+from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.processes.launchers import ALONE, LocalProcess
@@ -21,6 +22,10 @@ from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from slipstream.schedules.schedule import Worker
+
+Notify = Callable[[Recovery | SpeedEvent | str], None]
+"""Called with a recovery, with what was done about slow workers, or with something that went wrong and was survived;
+`str` of it is one line for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

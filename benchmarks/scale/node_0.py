@@ -36,6 +36,7 @@ from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
 from slipstream.runtime.protocol.setup import FormSpec, Setup
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import LeftBehind
+from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
@@ -120,10 +121,10 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
                                                   fork_server=None)
     losses = None if behind is None else read_losses(folder / LOSSES, 0)
     config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
-    run = Run(schedule=first, scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer,
-              setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares, config=config,
-              secret=SECRET, injections=(), out=folder, behind=left, losses=losses,
-              notify=lambda news: mark("told", text=str(news)[:300]))
+    run = Run(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
+              config=config, secret=SECRET, out=folder, behind=left, losses=losses,
+              resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer),
+              options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
     places = {worker: node for node, share in enumerate(shares) for worker in share}
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, Work(

@@ -10,8 +10,7 @@
     gathering            who is waited for before the first order
     heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
-    commits              what follows when iterations are committed
-    news                 what people are told, and what files keep of that
+    news                 what people are told, and what files keep of that and of what is committed
 
     transition           what each event changes, and what is decided then: a pure function of the state and the event
     run_state            the state of the run, which never changes; the step from one to the next
@@ -21,6 +20,7 @@
     next_order           what follows once all have paused
     going_back           what follows where nobody holds some layer any more
     take_over            what a coordinator goes on from that is started anew
+    journal              what it knows from the events of the one before it
     schedule_choice      which schedule to ask for
     orders               what is told to workers
     lost_workers         why each is gone
@@ -45,8 +45,7 @@
     loss_file            losses.jsonl
     metrics              metrics.jsonl: loss, gradient norm, learning rate, speed, of each iteration
     tensorboard          the same for TensorBoard
-    iteration_lines      a file with a line for each committed iteration
     event_log            events.jsonl
-    appended_file        a file that never ends a run
+    appended_file        files that never end a run
     writer               the thread that touches files
 """

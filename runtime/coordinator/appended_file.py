@@ -1,4 +1,4 @@
-"""A file to which lines are appended, and that never ends a run: what cannot be written waits until it can be."""
+"""Files to which lines are appended, and that never end a run: what cannot be written waits until it can be."""
 
 import os
 from collections import deque
@@ -7,34 +7,32 @@ from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 
-Complain = Callable[[str], None]
-"""Called with a line for people."""
+import msgspec
+
+from slipstream.runtime.events import encode
+
 MOST_UNWRITTEN = 100_000
 """Lines that wait; the oldest are given up where there are more."""
-
-
-def silently(_: str) -> None:
-    """For who does not want to know."""
 
 
 class AppendedFile:
     """Unbuffered: each line is written by one call, and is there for other processes when that returns.
 
     What a crash has left of a last line is removed. Raises OSError where the file cannot be opened, and never later:
-    where a disk is full, `complain` is told once, and once more when there is room again and the lines are written.
+    where a disk is full, `say` is told once, and once more when there is room again and the lines are written.
     """
 
-    def __init__(self, path: Path, complain: Complain = silently) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path = path
-        self._complain = complain
+        self._say = say
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
         self._told = False
         self._file = FileIO(path, "ab+")
         self._size = self._file.truncate(_whole(self._file))
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: msgspec.Struct) -> None:
         """Write a line, and all that has waited."""
-        self._unwritten.append(line + b"\n")
+        self._unwritten.append(encode(line) + b"\n")
         try:
             while self._unwritten:
                 written = self._file.write(self._unwritten[0])
@@ -44,14 +42,14 @@ class AppendedFile:
                 self._unwritten.popleft()
             if self._told:
                 self._told = False
-                self._complain(f"{self._path} is written again")
+                self._say(f"{self._path} is written again")
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)  # half a line would make one of it and the next
             if not self._told:
                 self._told = True
-                self._complain(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and "
-                               "writes what waits when it can")
+                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run goes on, and writes "
+                          "what waits when it can")
 
     def cut(self, keeps: Callable[[bytes], bool]) -> None:
         """Drop the lines from the first one on that is not to be kept. That needs no room. Raises OSError."""
@@ -68,6 +66,26 @@ class AppendedFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class IterationLines(AppendedFile):
+    """A file with a line for each committed iteration. Those of iterations before `first` that an earlier run has left
+    stay. Raises OSError also where it cannot be cut to go back."""
+
+    def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
+        super().__init__(path, say)
+        self.go_back(first)
+
+    def go_back(self, iteration: int) -> None:
+        """Drop the lines from an iteration on, which are to be written again."""
+        self.cut(lambda line: _is_before(line, iteration))
+
+
+def _is_before(line: bytes, iteration: int) -> bool:
+    try:
+        return bool(msgspec.json.decode(line)["iteration"] < iteration)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
 
 
 def _whole(file: FileIO) -> int:

@@ -8,17 +8,15 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.appended_file import AppendedFile, Complain, silently
-from slipstream.runtime.coordinator.writer import Write, at_once
-from slipstream.runtime.events import EVENTS, SCHEDULES, CheckpointWritten, Event, decode, encode
+from slipstream.runtime.coordinator.appended_file import AppendedFile
+from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
+from slipstream.runtime.events import EVENTS, SCHEDULES, Event
 
 DIGEST_LENGTH = 16
 Observer = Callable[[Event], None]
@@ -32,14 +30,12 @@ class EventLog:
     ----------
     folder
         The run's; None: only the observer is told.
-    complain
-        Told once where something cannot be written; in the thread that writes.
     write
-        Has files written; else they are at once.
+        Has files written, and says where that cannot be.
     """
 
-    def __init__(self, folder: Path | None, observer: Observer = lambda _: None, complain: Complain = silently,
-                 write: Write = at_once) -> None:
+    def __init__(self, folder: Path | None, observer: Observer = lambda _: None,
+                 write: WithoutThread = WITHOUT_THREAD) -> None:
         self._folder = folder
         self._write = write
         self.iteration = 0
@@ -47,19 +43,15 @@ class EventLog:
         self._observer = observer
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
-        self._complain = complain
-        self._file = None if folder is None else AppendedFile(folder / EVENTS, complain)
+        self._file = None if folder is None else AppendedFile(folder / EVENTS, write.say)
 
     def write(self, event: Event) -> None:
         """Enter an event, which happens now."""
         now = self.now()
         stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
         if self._file is not None:
-            self._write(partial(self._append, self._file, stamped))
+            self._write(partial(self._file.append, stamped))
         self._observer(stamped)
-
-    def _append(self, file: AppendedFile, event: Event) -> None:
-        file.append(encode(event))
 
     def now(self) -> float:
         """Seconds since 1970, in milliseconds. It never goes back, whoever sets the clock."""
@@ -82,7 +74,7 @@ class EventLog:
                 temporary.replace(path)
             except OSError as error:
                 self._kept.discard(digest)
-                self._complain(f"{path} cannot be written: {error.strerror}; the run goes on")
+                self._write.say(f"{path} cannot be written: {error.strerror}; the run goes on")
 
     def close(self) -> None:
         """Close the file."""
@@ -94,16 +86,6 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def last_checkpoint(folder: Path) -> CheckpointWritten | None:
-    """That of which a run's events tell; None: of none."""
-    with suppress(OSError):
-        for line in reversed((folder / EVENTS).read_bytes().splitlines()):
-            with suppress(msgspec.MsgspecError):
-                if isinstance(event := decode(line), CheckpointWritten):
-                    return event
-    return None
 
 
 def digest_of(schedule: bytes) -> str:

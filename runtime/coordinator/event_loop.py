@@ -14,9 +14,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.ahead import AheadOfFailures
-from slipstream.runtime.coordinator.background import FEW, background_for
+from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
-from slipstream.runtime.coordinator.commits import Commits
 from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
 from slipstream.runtime.coordinator.effects import Note as NoteEffect
 from slipstream.runtime.coordinator.event_log import EventLog
@@ -100,43 +99,41 @@ class EventLoop:
         self._event_log = event_log
         event_log.iteration = log.next_iteration
         self.processes = processes
-        self.news = News(run, event_log)
+        self.news = News(run, event_log, losses)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
         self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
-        self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
+        resilience, self._notify = run.resilience, run.options.notify
+        self._stall = StallWatch(resilience.stall_timeout_seconds,
+                                 lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         workers = run.schedule.grid.pipelines * run.schedule.grid.columns
         background, domains = background_for(workers), FailureDomains(run.setup.failure_domains)
-        self._ahead = AheadOfFailures(run.schedule, run.scheduler, background, domains) \
-            if run.scheduler is not None and workers > FEW else None
+        self._ahead = AheadOfFailures(run.schedule, resilience.scheduler, background, domains) \
+            if resilience.scheduler is not None and workers > FEW else None
         self._schedules = ScheduleService(
-            run.schedule.grid, Finders(run.scheduler if self._ahead is None else self._ahead.after, run.at_speeds,
-                                       run.rebalancer),
-            lambda answer: self._put(partial(self._happens, answer)), event_log, run.with_degraded,
+            run.schedule.grid, Finders(resilience.scheduler if self._ahead is None else self._ahead.after,
+                                       resilience.at_speeds, resilience.rebalancer),
+            lambda answer: self._put(partial(self._happens, answer)), event_log, resilience.with_degraded,
             partial(_divided, run), background)
         setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = setup if run.elements else replace(setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
-        self._commits = Commits(run, losses, event_log, self.news, processes)
         self._rules = Rules(
             first=run.schedule, placement=cuts, prepared=self._schedules.prepared,
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
-            settles=None if run.settling is None else Cost(run.layer_bytes, setup.fetch_bytes_per_second),
-            mtbf_seconds=None if run.settling is None else run.settling.mtbf_seconds,
-            automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=run.at_speeds is not None,
-            plans_for_degraded=run.with_degraded is not None, domains=domains,
+            settles=None if resilience.settling is None else Cost(run.layer_bytes, setup.fetch_bytes_per_second),
+            mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,
+            automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=resilience.at_speeds is not None,
+            plans_for_degraded=resilience.with_degraded is not None, domains=domains,
             partition=Partition(run.elements, cuts, setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
             length_costs=run.length_costs, whole_schedules=run.whole_schedules)
         at, grid = time.monotonic(), frozenset(run.schedule.grid.workers())
         self.state = begun(self._rules, log, at, None if run.behind is None else Rejoining(
             losses=run.losses, first=setup.first_iteration, gone=frozenset(run.gone), grid=grid, began=at,
-            expected=frozenset(run.schedule.members)))
-        if (last := run.checkpointed) is not None:  # else node 0s that die often would never have one written
-            self.state = replace(self.state, checkpoints=self.state.checkpoints.after(
-                last.checkpoint, last.took, at - max(0.0, time.time() - last.time)))
+            expected=frozenset(run.schedule.members)), run.journal)
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._gathered_by: dict[Worker, int] = {}
         """The node whose agent brought the last report of a worker."""
@@ -144,7 +141,7 @@ class EventLoop:
         """What agents are to be told because of the present event."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
-        self._bounds = Bounds(setup, len(run.injections), grid)
+        self._bounds = Bounds(setup, len(resilience.injections), grid)
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -164,11 +161,11 @@ class EventLoop:
         Raises RunError when there is no way to go on, and CoordinatorFailedError where another could.
         """
         self.processes.connect(self._agents.send, self.news.note)
-        connected = Server(self._run.secret, self._heard, self._run.notify, MOST_UNKNOWN + len(self._bounds.workers))
+        connected = Server(self._run.secret, self._heard, self._notify, MOST_UNKNOWN + len(self._bounds.workers))
         server = await serve(listener, connected)
         loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
-        loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
+        loop.call_later(self._run.resilience.join_timeout_seconds, self._put, self._require_all_there)
         address = "{}:{}".format(*listener.getsockname()[:2])
         self._tell_awaited(address, others_only=True)
         self._every(TELL_SECONDS, partial(self._tell_awaited, address))
@@ -203,9 +200,9 @@ class EventLoop:
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
-        loop, grace = asyncio.get_running_loop(), self._run.grace_seconds
-        self._run.notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends "
-                         "it at once")
+        loop, grace = asyncio.get_running_loop(), self._run.options.grace_seconds
+        self._notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends it at "
+                     "once")
         self._put(partial(self._happens, Stop()))
         loop.call_later(grace / 2, self._put, partial(self._happens, Hurry()))
         loop.call_later(grace, self._put, self._run_out_of_time)
@@ -238,7 +235,11 @@ class EventLoop:
                 for worker in effect.workers:
                     self._workers.send(worker, effect.message)
             case Committed():
-                self._commits.committed(effect)
+                self.news.committed(effect)
+                self.processes.committed(effect.iteration)
+                order, phase = self.state.order, self.state.phase
+                if order > 1 and isinstance(phase, Training) and effect.iteration == phase.began:
+                    in_thread(partial(self._run.forget_orders, order), lambda _: None)
             case RunEvent():
                 self._event_log.write(effect)
             case Keep():
@@ -252,15 +253,15 @@ class EventLoop:
             case SpeedEvent():
                 self.news.speed(effect)
             case Recovery() | str():
-                self._run.notify(effect)
+                self._notify(effect)
             case GoBack():
-                self._commits.go_back(effect.iteration)
+                self.news.went_back(effect.iteration)
             case Found():
                 for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
                     self.processes.kill(worker)
                     self._put(partial(self._workers.give_up, worker,
                                       f"worker {worker} was not found whole by the new node 0"))
-                self._commits.take_over(effect)
+                self.news.took_over(effect)
                 self.processes.start_missing()
 
     def _heard(self, connection: Connection, message: ToCoordinator | None) -> None:
@@ -348,13 +349,13 @@ class EventLoop:
                     self.processes.begins(self.state.log.next_iteration)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
-        worker, run = message.worker, self._run
+        worker, resilience = message.worker, self._run.resilience
         if self._workers.admit(connection, message):
             late = message.epoch > 0 and not isinstance(self.state.phase, Rejoining)
-            injections = tuple((index, one) for index, one in enumerate(run.injections)
+            injections = tuple((index, one) for index, one in enumerate(resilience.injections)
                                if (one.worker, one.rank) == (worker, message.rank)
                                and index not in self._injected)
-            slowdowns = tuple(one for one in run.slowdowns if one.worker == worker)
+            slowdowns = tuple(one for one in resilience.slowdowns if one.worker == worker)
             if late or injections or slowdowns:
                 connection.send(frame(replace(self._setup, forget=late, injections=injections, slowdowns=slowdowns)))
             else:
@@ -432,14 +433,15 @@ class EventLoop:
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""
         if isinstance(self.state.phase, Gathering) and (missing := awaited(self.state)):
-            raise RunError(f"waited {self._run.join_timeout_seconds:g} s in vain for "
+            raise RunError(f"waited {self._run.resilience.join_timeout_seconds:g} s in vain for "
                            + who_is_awaited(missing, self._run.shares, self._agents.connected))
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
         self._reports.forget(worker)
         if not self._left:
-            failed = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
+            injections = self._run.resilience.injections
+            failed = [at for index, at in self._injected.items() if injections[index].worker == worker]
             self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
 
 

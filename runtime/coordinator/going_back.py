@@ -11,6 +11,7 @@ from slipstream.runtime.coordinator import orders
 from slipstream.runtime.coordinator.effects import GoBack
 from slipstream.runtime.coordinator.layer_moves import Holders, plan_moves
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.questions import PlannerFailedError
 from slipstream.runtime.coordinator.run_state import Step
 from slipstream.runtime.coordinator.schedule_choice import from_checkpoint
 from slipstream.runtime.errors import RunError
@@ -51,6 +52,8 @@ def give_order(step: Step, missing: int) -> None:
         raise RunError(nothing)
     try:
         schedule = from_checkpoint(step, everyone)
+    except PlannerFailedError:
+        raise
     except NoScheduleError as error:
         raise RunError(", and ".join(filter(None, (why, str(error))))) from None
     if schedule is None:

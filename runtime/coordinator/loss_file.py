@@ -9,10 +9,9 @@ from typing import Self
 
 import msgspec
 
-from slipstream.runtime.coordinator.appended_file import Complain, silently
-from slipstream.runtime.coordinator.iteration_lines import IterationLines
+from slipstream.runtime.coordinator.appended_file import IterationLines
 from slipstream.runtime.coordinator.metrics import MetricsRecorder
-from slipstream.runtime.coordinator.writer import Write, at_once
+from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
 from slipstream.runtime.events import Iteration
 
 Progress = Callable[[int, float], None]
@@ -48,12 +47,11 @@ class LossFile:
     """
 
     def __init__(self, path: Path, first: int, progress: Progress | None,
-                 metrics: MetricsRecorder | None = None, complain: Complain = silently,
-                 write: Write = at_once) -> None:
+                 metrics: MetricsRecorder | None = None, write: WithoutThread = WITHOUT_THREAD) -> None:
         self._progress = progress
         self._metrics = metrics
         self._write = write
-        self._lines = IterationLines(path, first, complain)
+        self._lines = IterationLines(path, first, write.say)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines from an iteration on, which are to be repeated."""

@@ -14,10 +14,9 @@ from typing import Protocol, Self
 import msgspec
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.coordinator.appended_file import Complain, silently
-from slipstream.runtime.coordinator.iteration_lines import IterationLines, lines_before
+from slipstream.runtime.coordinator.appended_file import IterationLines
 from slipstream.runtime.coordinator.tensorboard import TensorBoard
-from slipstream.runtime.coordinator.writer import Write, at_once
+from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
 from slipstream.runtime.model.state.learning_rate import learning_rate
 
@@ -53,12 +52,10 @@ class MetricsRecorder:
     """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
 
     def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0,
-                 complain: Complain = silently, write: Write = at_once,
-                 observer: IterationObserver = lambda _: None) -> None:
+                 write: WithoutThread = WITHOUT_THREAD, observer: IterationObserver = lambda _: None) -> None:
         self._config = config
         self._work = work
         self._sinks = sinks
-        self._complain = complain
         self._write = write
         self._observer = observer
         self._live: int | None = None
@@ -105,7 +102,7 @@ class MetricsRecorder:
         try:
             sink.append(line)
         except OSError as error:
-            self._complain(f"metrics of iteration {line.iteration} cannot be written: {error.strerror or error}")
+            self._write.say(f"metrics of iteration {line.iteration} cannot be written: {error.strerror or error}")
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +113,8 @@ class MetricsRecorder:
 
 
 def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
-                   complain: Complain = silently, write: Write = at_once,
-                   observer: IterationObserver | None = None) -> MetricsRecorder:
+                   write: WithoutThread = WITHOUT_THREAD, observer: IterationObserver | None = None
+                   ) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
 
     An observer is called with each.
@@ -126,14 +123,14 @@ def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, te
     """
     recoveries = recoveries_in(out / METRICS)
     shown = [] if tensorboard is None else [TensorBoard(tensorboard, first)]
-    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, complain), *shown], recoveries,
-                           complain, write, observer or (lambda _: None))
+    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first, write.say), *shown], recoveries,
+                           write, observer or (lambda _: None))
 
 
 def recoveries_in(path: Path) -> int:
     """Those that earlier starts of a run have written to its metrics."""
     found = 0
-    for line in lines_before(path, 2**62):
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError):
             found = max(found, decode_metrics(line).recoveries)
     return found

@@ -1,12 +1,16 @@
 """News: what people are told of a run, and what its files and its result keep of that."""
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import who_is_awaited
+from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.take_over import Found
 from slipstream.runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from slipstream.runtime.protocol.to_coordinator import Ready, Saved
 from slipstream.runtime.run_folder import holder
@@ -16,9 +20,10 @@ from slipstream.schedules.schedule import Worker
 class News:
     """Those of one run."""
 
-    def __init__(self, run: Run, events: EventLog) -> None:
-        self._run = run
+    def __init__(self, run: Run, events: EventLog, losses: LossFile) -> None:
+        self._run, self._notify = run, run.options.notify
         self._events = events
+        self._losses = losses
         self._folder = holder(run.out)
         self._apart = False
         """Whether a node has another folder."""
@@ -31,7 +36,7 @@ class News:
         """Something went wrong and was survived."""
         self.notes.append(text)
         self._events.write(Noted(text=text))
-        self._run.notify(text)
+        self._notify(text)
 
     def speed(self, event: SpeedEvent) -> None:
         """What was found out about the workers' speeds."""
@@ -41,12 +46,12 @@ class News:
                                Slowed(worker=change.worker, factor=round(change.factor, 3)))
         for worker in event.left_out:
             self._events.write(LeftOut(worker=worker, reason=str(event)))
-        self._run.notify(event)
+        self._notify(event)
 
     def awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
         """For whom node 0 waits before the first order; `agents` are the other nodes that are there."""
         if workers:
-            self._run.notify(f"node 0, at {address}, waits for " + who_is_awaited(workers, self._run.shares, agents))
+            self._notify(f"node 0, at {address}, waits for " + who_is_awaited(workers, self._run.shares, agents))
 
     def saved(self, report: Saved) -> None:
         """A worker has written its layers, perhaps the last ones that a checkpoint lacked."""
@@ -54,9 +59,32 @@ class News:
             self._checkpointed = report.iteration
             self._events.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
+    def committed(self, one: Committed) -> None:
+        """An iteration is."""
+        self._events.iteration = one.iteration + 1
+        self._losses.write(one.iteration, one.loss, one.window_seconds, self._events.now(), one.gradient_norm,
+                           one.evaluation, one.cost_error)
+        if one.evaluation is not None:
+            self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
+
     def went_back(self, iteration: int) -> None:
-        """The run goes back to an iteration: checkpoints of later ones are written anew."""
+        """The run goes back: iterations from this one on, and later checkpoints, are written anew."""
+        self._events.iteration = iteration
+        self._losses.go_back(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
+
+    def took_over(self, found: Found) -> None:
+        """What a coordinator has committed that has died, this one has. Each has a line, for another that may come."""
+        count = self._events.iteration = found.committed + 1
+        losses = found.losses[len(found.losses) - len(found.unwritten):]
+        if unknown := sum(map(math.isnan, losses)):
+            self.note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started anew "
+                      "without the folder that holds them")
+        self._losses.go_back(found.unwritten.start)
+        for iteration, loss in zip(found.unwritten, losses, strict=True):
+            self._losses.write(iteration, loss, None, self._events.now())
+        self._notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations are "
+                     "committed")
 
     def ready(self, report: Ready) -> None:
         """Note once, of the first node that it is true of, that what is written does not come together."""

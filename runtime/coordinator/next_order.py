@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator import going_back, orders
 from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
+from slipstream.runtime.coordinator.questions import PlannerFailedError
 from slipstream.runtime.coordinator.run_state import Gathering, Step, Training
 from slipstream.runtime.coordinator.schedule_choice import at_first, at_once
 from slipstream.runtime.errors import RunError
@@ -148,6 +149,8 @@ def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
             pass
     try:
         return _schedule_of(step, state.everyone, untouched)
+    except PlannerFailedError:
+        raise  # the next coordinator tries once more
     except NoScheduleError as error:
         raise RunError(", and ".join(filter(None, (state.lost.reasons(), str(error))))) from None
 

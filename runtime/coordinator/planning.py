@@ -9,7 +9,14 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.background import Background, in_thread
 from slipstream.runtime.coordinator.event_log import EventLog
-from slipstream.runtime.coordinator.questions import Held, Question, ScheduleFound, SchedulerAtSpeeds, Speeds
+from slipstream.runtime.coordinator.questions import (
+    Held,
+    PlannerFailedError,
+    Question,
+    ScheduleFound,
+    SchedulerAtSpeeds,
+    Speeds,
+)
 from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
@@ -212,7 +219,7 @@ class ScheduleService:
         if isinstance(found, NoScheduleError | RunError):
             answer = found
         elif isinstance(found, BaseException):
-            answer = NoScheduleError(f"the planner failed: {type(found).__name__}: {first_line(found)}")
+            answer = PlannerFailedError(f"the planner failed: {type(found).__name__}: {first_line(found)}")
         else:
             answer, prepared = found
             self._has_prepared(answer, prepared)

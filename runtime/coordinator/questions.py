@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from slipstream.runtime.events import Phase
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 Speeds = tuple[tuple[Worker, float], ...]
 """All workers that do not take the usual time, sorted, each with its factor of it."""
@@ -35,6 +35,10 @@ class Question(NamedTuple):
     def phase(self) -> Phase:
         """Of the order that the schedule is for."""
         return "settled" if self.settled or self.from_checkpoint else "at once"
+
+
+class PlannerFailedError(NoScheduleError):
+    """What was to plan has failed in another way than that there is no schedule: that may go well the next time."""
 
 
 class ScheduleFound(NamedTuple):

@@ -13,6 +13,7 @@ from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.join_planning import Joins
+from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from slipstream.runtime.coordinator.lost_workers import LostWorkers
 from slipstream.runtime.coordinator.part_moves import Partition
@@ -202,15 +203,23 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return {worker: layers for worker, layers in placement.held_by(self.current).items() if worker in self.members}
 
 
-def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None = None) -> RunState:
-    """The state of a run that begins at a time by time.monotonic, or looks for the workers of another coordinator."""
+def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None = None,
+          journal: Journal = NO_JOURNAL) -> RunState:
+    """The state of a run that begins at a time by time.monotonic, or looks for the workers of another coordinator, of
+    which there is a journal."""
+    timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
+    if last is not None:  # else node 0s that die often would never have one written
+        timer = timer.after(last.checkpoint, last.took, last.time)
     return RunState(
         current=rules.first, members=frozenset(() if rejoining is not None else rules.first.seat_of),
-        phase=rejoining or Gathering(), log=log, slow=watched(rules.first, plans=rules.plans_for_speeds),
-        settler=None if rules.settles is None else Settler(cost=rules.settles, mtbf=rules.mtbf_seconds, began=at),
+        phase=rejoining or Gathering(), log=log,
+        slow=watched(rules.first, plans=rules.plans_for_speeds, known=journal.speeds),
+        settler=None if rules.settles is None else Settler(
+            cost=rules.settles, mtbf=rules.mtbf_seconds, failures=journal.failures,
+            began=at if journal.began is None else journal.began),
         costs=None if rules.length_costs is None else CostFit(
             known=rules.length_costs, current=rules.length_costs, placement=rules.placement),
-        checkpoints=CheckpointTimer(automatic=rules.automatic_checkpoints))
+        checkpoints=timer)
 
 
 class Step(Effects):

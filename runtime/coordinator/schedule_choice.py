@@ -1,12 +1,12 @@
 """Schedule choice: which schedule to ask for, by what workers hold and whether layers may move.
 
 Each answer may be None: it is being planned, so ask again later. All functions raise NoScheduleError where there is
-none, and RunError where one does not fit.
+none, PlannerFailedError where one might be found by another attempt, and RunError where one does not fit.
 """
 
 from collections.abc import Callable, Collection, Mapping
 
-from slipstream.runtime.coordinator.questions import Held, Question
+from slipstream.runtime.coordinator.questions import Held, PlannerFailedError, Question
 from slipstream.runtime.coordinator.run_state import Step
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
@@ -93,13 +93,14 @@ def _find(step: Step, live: Collection[Worker], *, held: Held | None = None, set
 
 def _first_of(*ways: Way) -> Schedule | None:
     """The answer of the first way that has one."""
-    reasons = []
+    errors = list[NoScheduleError]()
     for way in ways:
         try:
             return way()
         except NoScheduleError as error:
-            reasons.append(str(error))
-    raise NoScheduleError(", and ".join(filter(None, dict.fromkeys(reasons))))
+            errors.append(error)
+    kind = PlannerFailedError if any(isinstance(one, PlannerFailedError) for one in errors) else NoScheduleError
+    raise kind(", and ".join(filter(None, dict.fromkeys(map(str, errors)))))
 
 
 def _held(step: Step, live: Collection[Worker], held: Mapping[Worker, frozenset[int]]) -> Held:

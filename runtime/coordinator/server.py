@@ -88,6 +88,8 @@ class Connection(asyncio.Protocol):
         """The worker, or the number of the node; None before the first message."""
         self.rank = 0
         """Of the worker's process."""
+        self.stands_for = 1
+        """For how many of its ranks that does."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet, and wait for the first message, which names the peer."""

@@ -80,14 +80,17 @@ class LeftOut(NamedTuple):
     """By time.monotonic."""
 
 
-def watched(first: Schedule, *, plans: bool) -> "SlowWorkers":
+def watched(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
     """What a run begins with: the first schedule knows of workers that are slow by the job file.
 
-    `plans`: whether anything plans for speeds.
+    `plans`: whether anything plans for speeds; `known` is what another coordinator has found out since.
     """
     given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
-    return SlowWorkers(plans=plans, watch=SpeedWatch(detector=SlowDetector(given), cells=Cells(first)), given=given,
-                       factors=given)
+    found = SlowWorkers(plans=plans, watch=SpeedWatch(detector=SlowDetector({**given, **known}), cells=Cells(first)),
+                        given=given, factors=given)
+    for worker, factor in known.items():
+        found = found._knowing(worker, factor)
+    return found
 
 
 class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,10 +43,8 @@ class WorkerConnections:
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
         self._ranks = run.config.training.tensor_parallel
-        self._stand_for: dict[Worker, int] = {}
-        """For how many ranks each process does of a worker that has connected."""
         self._domains = FailureDomains(run.setup.failure_domains)
-        self._monitor: HeartbeatMonitor[tuple[Worker, int]] = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """By rank, of those that are there."""
         self._ended: dict[Worker, Ended] = {}
@@ -66,7 +64,8 @@ class WorkerConnections:
 
     def processes_of(self, worker: Worker) -> int:
         """How many a worker is."""
-        return self._ranks // self._stand_for.get(worker, 1)
+        there = self._connections.get(worker) if self._ranks > 1 else None
+        return self._ranks // next(iter(there.values())).stands_for if there else self._ranks
 
     def admit(self, connection: Connection, message: JoinWorker) -> bool:
         """Take in a worker that has connected; whether it may come in. Else it is told to leave, or to ask again."""
@@ -78,10 +77,10 @@ class WorkerConnections:
         others, stands_for = self._connections.get(worker, {}), message.stands_for
         if message.rank in others or worker not in self._known or not 0 < stands_for <= self._ranks \
                 or message.rank not in range(self._ranks // stands_for) \
-                or (others and stands_for != self._stand_for[worker]):
+                or any(one.stands_for != stands_for for one in others.values()):
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
-        self._stand_for[worker] = stands_for
+        connection.stands_for = stands_for
         self._connections.setdefault(worker, {})[message.rank] = connection
         self._given_up.discard(worker)
         return True

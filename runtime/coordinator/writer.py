@@ -18,16 +18,22 @@ SLOW_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 """At the end of a run, what has not been written that long after the last thing that was is given up."""
 
-Write = Callable[[Callable[[], object]], None]
-"""Has something done that touches files, after all before it."""
+
+class WithoutThread:
+    """Does at once what touches files, and tells nobody of it."""
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        """Have something done, after all before it."""
+        work()
+
+    def say(self, text: str) -> None:
+        """Have this told, from any thread."""
 
 
-def at_once(work: Callable[[], object]) -> None:
-    """Without a thread."""
-    work()
+WITHOUT_THREAD = WithoutThread()
 
 
-class Writer:
+class Writer(WithoutThread):
     """One thing after another, in the order in which they were asked for.
 
     As a context, it ends once that is done. `notify` is told then of what `news` has not been asked for.

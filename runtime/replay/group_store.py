@@ -6,18 +6,33 @@ lost, that takes 5 seconds, in the middle of a recovery. Besides, a wait in here
 is fetched at once: gloo asks for one rank after the other, three questions each, which takes long where node 0 is far.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from slipstream.runtime.torch_private import Store
+from slipstream.runtime.torch_private import Store, TCPStore
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
 GROWTH = 1.25
 """Of the pauses between two looks at the store: a wait lasts at most a quarter longer than it must."""
+_ORDER = re.compile(r"order(\d+)/")
+
+
+def order_prefix(order: int) -> str:
+    """What all keys of an order begin with."""
+    return f"order{order}/"
+
+
+def forget_orders(store: TCPStore, before: int) -> None:
+    """Delete the keys of all orders before one: no other ones ever go."""
+    for key in store.list_keys():
+        found = _ORDER.match(key)
+        if found and int(found[1]) < before:
+            store.delete_key(key)
 
 
 class GroupStore(Store):

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.runtime.replay.backend import Backend, Meeting
 from slipstream.runtime.replay.gloo import Gloo
-from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.group_store import GroupStore, order_prefix
 from slipstream.runtime.replay.nccl import Nccl
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
@@ -199,7 +199,7 @@ class Groups:
         return _Held(one, self._order, group, keys)
 
     def _prefix(self, purpose: str) -> str:
-        return f"order{self._order}/{purpose}"
+        return order_prefix(self._order) + purpose
 
     def _hold(self, one: _Held) -> None:
         with self._lock:

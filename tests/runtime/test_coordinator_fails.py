@@ -4,8 +4,10 @@ import pytest
 
 from slipstream.runtime import launch
 from slipstream.runtime.coordinator import transition
+from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import run
-from tests.runtime.failing import CONFIG, JOB, at, train
+from slipstream.schedules.schedule import Worker
+from tests.runtime.failing import CONFIG, JOB, at, planned, train
 from tests.runtime.running import losses_in, schedule_for
 
 
@@ -30,6 +32,33 @@ def test_workers_live_on_while_it_is_started_again_and_the_numbers_are_the_same(
     first = next(one for one in pids if len(one) == 4)
     assert all(one.get("0.0") in (None, first["0.0"]) for one in pids), "nobody was started again"
     assert not (tmp_path / ".running.json").exists() and fork_server.pids == {} and result.parameter_digest
+
+
+def test_a_planner_that_fails_is_asked_once_more(fork_server, tmp_path):
+    """As where the system has killed it for want of memory."""
+    failed, plan = [], planned(JOB)
+
+    def scheduler(down):
+        if not failed:
+            failed.append(down)
+            raise MemoryError
+        return plan(down)
+
+    train([at("1.0", 2)], fork_server, tmp_path, scheduler=scheduler)
+    assert failed == [(Worker(1, 0),)]
+
+
+def test_one_that_never_plans_ends_the_run_with_a_line(monkeypatch, fork_server, tmp_path):
+    monkeypatch.setattr(launch, "RESTARTS", 1)
+    asked = []
+
+    def scheduler(down):
+        asked.append(down)
+        raise MemoryError
+
+    with pytest.raises(RunError, match=r"^the planner failed: MemoryError"):
+        train([at("1.0", 2)], fork_server, tmp_path, scheduler=scheduler)
+    assert len(asked) == 2 and fork_server.pids == {}
 
 
 def test_one_that_fails_again_and_again_ends_the_run_with_its_error(monkeypatch, fork_server, tmp_path):

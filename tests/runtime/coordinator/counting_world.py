@@ -13,6 +13,7 @@ from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.take_over import Found, Rejoining
 from slipstream.runtime.coordinator.transition import Look, Lost, transition
+from slipstream.runtime.coordinator.writer import WithoutThread
 from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
@@ -40,6 +41,13 @@ def planned(question):
         return NoScheduleError(str(error))
 
 
+class Unwritten(WithoutThread, list):
+    """What waits to be written."""
+
+    def __call__(self, work):
+        self.append(work)
+
+
 class World:
     """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
@@ -55,8 +63,8 @@ class World:
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
         self.happening, self.unknown = [], set()
-        self.disk, self.unwritten = random.Random(len(WORKERS)), []
-        self.losses = LossFile(out, 0, None, write=self.unwritten.append)
+        self.disk, self.unwritten = random.Random(len(WORKERS)), Unwritten()
+        self.losses = LossFile(out, 0, None, write=self.unwritten)
         self.state = self.started(None)
 
     def started(self, rejoining):

@@ -25,6 +25,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Status,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
+from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
@@ -148,12 +149,13 @@ class World:
     """Three workers and their coordinator; `script` is run beside them."""
 
     def __init__(self, out, scheduler=None, setup=SETUP, config=None, **limits):
-        self.processes, self.told = Processes(), []
+        self.processes, self.told, self.forgotten = Processes(), [], []
         self._losses = LossFile(out / "losses.jsonl", 0, None)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares,
-                config=config or tiny(), secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
+            Run(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET, out=out,
+                forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
+                options=RunOptions(notify=self.told.append)),
             CommitLog(), self._losses, self.processes, EventLog(out))
         self.talkers, self.address = {}, None
 

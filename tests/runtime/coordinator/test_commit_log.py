@@ -2,6 +2,7 @@ from itertools import permutations
 
 import pytest
 
+from slipstream.runtime.coordinator import commit_log
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.protocol.to_coordinator import Finished, Ran
 from slipstream.runtime.protocol.to_worker import Factor
@@ -42,6 +43,16 @@ def test_an_iteration_is_committed_by_all_and_in_order():
     assert log.ran(Ran(WORKERS[2], 1, 0, 1.0, 0.3)) == [(0, 3.0)]
     assert log.ran(Ran(WORKERS[2], 1, 1, 1.0, 0.2)) == [(1, 3.0)]
     assert log.log.measured_period_seconds() == 0.2
+
+
+def test_a_long_run_keeps_the_last_windows_alone(monkeypatch):
+    monkeypatch.setattr(commit_log, "MOST_WINDOWS", 4)
+    log, kept = Log(), []
+    for iteration in range(40):
+        for worker in WORKERS:
+            log.ran(Ran(worker, 1, iteration, 1.0, float(iteration)))
+        kept.append(len(log.log.windows))
+    assert max(kept) <= 9 and min(kept[8:]) >= 4 and log.log.measured_period_seconds(36) == 38.0
 
 
 def test_peers_must_end_with_the_same_parameters():

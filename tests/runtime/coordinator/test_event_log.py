@@ -4,8 +4,8 @@ import hashlib
 import json
 
 from slipstream.runtime.coordinator import event_log
-from slipstream.runtime.coordinator.event_log import EventLog, digest_of, last_checkpoint
-from slipstream.runtime.events import CheckpointWritten, Failed, Finished, Noted, decode
+from slipstream.runtime.coordinator.event_log import EventLog, digest_of
+from slipstream.runtime.events import Failed, Finished, Noted, decode
 from slipstream.schedules.schedule import Worker
 
 
@@ -79,13 +79,3 @@ def test_without_a_folder_only_the_observer_is_told():
     log.keep(b"{}")
     assert [one.text for one in seen] == ["x"]
     log.close()
-
-
-def test_another_coordinator_finds_the_last_checkpoint(tmp_path):
-    assert last_checkpoint(tmp_path) is None
-    with EventLog(tmp_path) as log:
-        log.write(CheckpointWritten(checkpoint=3, took=0.5))
-        log.write(CheckpointWritten(checkpoint=6, took=1.5))
-        log.write(Noted(text="x"))
-    found = last_checkpoint(tmp_path)
-    assert found is not None and (found.checkpoint, found.took) == (6, 1.5) and found.time > 1.6e9

@@ -62,6 +62,16 @@ def test_who_has_not_said_who_it_is_is_cut_off_at_the_end(tmp_path):
         gc.enable()
 
 
+def test_once_an_order_has_committed_those_before_it_are_forgotten(tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[0]].stopped.wait()
+        world.processes.end(WORKERS[0])
+
+    world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))))
+    world.play(script, stops_before=2)
+    asyncio.run(until(lambda: world.forgotten == [2]))
+
+
 def test_first_what_a_worker_said_then_that_it_is_gone(tmp_path):
     """Both are there at the same time."""
     async def script(world):

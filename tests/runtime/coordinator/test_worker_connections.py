@@ -44,8 +44,8 @@ class Watched:
         setup = replace(SETUP, nodes=3, failure_domains=tuple(map(tuple, SHARES)), heartbeat_timeout_seconds=1.0)
         self._clock, self._given_up, self._ranks, self.killed = clock, [], ranks, []
         self._workers = WorkerConnections(
-            Run(schedule=SCHEDULE, scheduler=None, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
-                secret=SECRET, injections=(), out=out), Killing(self.killed), lambda event: None,
+            Run(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
+                secret=SECRET, out=out), Killing(self.killed), lambda event: None,
             lambda worker, reason, since: self._given_up.append((worker, reason, round(since, 1))))
         for worker in SCHEDULE.grid.workers():
             self._workers.ready(worker)

@@ -6,9 +6,9 @@ import time
 from io import FileIO
 
 from slipstream.runtime.coordinator import appended_file, writer
-from slipstream.runtime.coordinator.appended_file import AppendedFile
+from slipstream.runtime.coordinator.appended_file import IterationLines
 from slipstream.runtime.coordinator.writer import Writer
-from slipstream.runtime.events import EVENTS, Noted, decode
+from slipstream.runtime.events import EVENTS, Iteration, Noted, decode, decode_iteration
 from slipstream.runtime.launch import RunOptions, run
 from tests.runtime.failing import JOB
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -77,10 +77,11 @@ def test_all_that_waits_is_written_at_the_end_in_order_whatever_fails(tmp_path):
 
 
 def test_lines_are_cut_without_room_also_those_that_wait(tmp_path):
-    file = AppendedFile(tmp_path / "lines")
-    for line in (b"1", b"2", b"3"):
-        file.append(line)
-    file.cut(lambda line: line < b"2")
-    file.append(b"4")
-    file.close()
-    assert (tmp_path / "lines").read_bytes() == b"1\n4\n"
+    lines = IterationLines(tmp_path / "lines", 0, print)
+    for iteration in (1, 2, 3, None, 4):
+        if iteration is None:
+            lines.go_back(2)
+        else:
+            lines.append(Iteration(iteration=iteration, loss=1.0))
+    lines.close()
+    assert [decode_iteration(line).iteration for line in (tmp_path / "lines").read_bytes().splitlines()] == [1, 4]

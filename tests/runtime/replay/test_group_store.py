@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.protocol.rendezvous import connect_store, host_store
+from slipstream.runtime.replay.group_store import GroupStore, forget_orders, order_prefix
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import Session
@@ -23,6 +24,15 @@ def test_keys_of_two_groups_are_apart():
     one.set("key", b"value")
     assert one.get("key") == b"value" and one.check(["key"]) and not other.check(["key"])
     assert [one.add("count", 2), other.add("count", 1)] == [2, 1]
+
+
+def test_keys_of_orders_that_are_over_are_forgotten():
+    store, address = host_store()
+    for order in (1, 2, 12, 13):
+        GroupStore(connect_store(address), order_prefix(order), LONG, lambda: None).set("a/0", b"x")
+    store.set("another", "x")
+    forget_orders(connect_store(address), 12)
+    assert sorted(store.list_keys()) == ["another", "order12/a/0", "order13/a/0"]
 
 
 def test_what_all_ranks_leave_is_fetched_at_once():

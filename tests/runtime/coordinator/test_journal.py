@@ -1,0 +1,92 @@
+"""What a coordinator that is started anew knows from the events of the one that has died."""
+
+import time
+
+import pytest
+
+from slipstream.runtime.coordinator import event_log
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
+from slipstream.runtime.coordinator.questions import Question
+from slipstream.runtime.coordinator.run_state import Rules, begun
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.coordinator.transition import Look, transition
+from slipstream.runtime.events import (
+    CheckpointWritten,
+    Failed,
+    Joined,
+    NodeLost,
+    Noted,
+    OrderGiven,
+    Recovered,
+    Slowed,
+)
+from slipstream.runtime.protocol.to_coordinator import Known, Ready
+from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.coordinator.clock import Clock
+from tests.runtime.coordinator.driving import prepared
+from tests.runtime.running import schedule_for
+
+WORKERS = ONE, OTHER, THIRD, FOURTH = [Worker(pipeline, column) for pipeline in range(2) for column in range(2)]
+BEGINS = OrderGiven(order=1, schedule="0" * 16, live=4, planned_period=1.0, phase="whole")
+AGO = 100.0
+
+
+@pytest.fixture
+def journal(tmp_path, monkeypatch):
+    """What is read of events of some time ago."""
+    clock = Clock()
+    clock.time = lambda: time.time() - AGO
+    monkeypatch.setattr(event_log, "time", clock)
+
+    def read(*happened):
+        with EventLog(tmp_path) as log:
+            for event in happened:
+                log.write(event)
+        return read_journal(tmp_path)
+
+    return read
+
+
+def test_without_events_nothing_is_known(journal, tmp_path):
+    assert read_journal(tmp_path / "nothing") == journal() == NO_JOURNAL
+
+
+def test_a_run_in_the_same_folder_begins_with_nothing(journal):
+    before = Slowed(worker=ONE, factor=2.0), Failed(worker=ONE, reason="x"), CheckpointWritten(checkpoint=3, took=0.5)
+    found = journal(BEGINS, *before, BEGINS, Noted(text="x"))
+    assert (found.failures, found.speeds, found.checkpoint) == (0, {}, None) and found.began is not None
+
+
+def test_what_is_known_of_a_worker_is_forgotten_when_it_goes_or_comes_in_again(journal):
+    slow = [Slowed(worker=worker, factor=2.0) for worker in WORKERS]
+    found = journal(BEGINS, *slow, Failed(worker=ONE, reason="x"), Joined(worker=OTHER), Recovered(worker=THIRD))
+    assert found.speeds == {THIRD: 1.0, FOURTH: 2.0}
+
+
+def test_a_machine_fails_once(journal):
+    failed = [Failed(worker=worker, reason="x") for worker in WORKERS[:3]]
+    assert journal(BEGINS, *failed, NodeLost(node=1, workers=(OTHER, THIRD))).failures == 2
+
+
+def test_it_goes_on_as_the_one_before_would_have(journal):
+    found = journal(BEGINS, Slowed(worker=ONE, factor=1.98), Failed(worker=FOURTH, reason="x"),
+                    CheckpointWritten(checkpoint=3, took=0.5), CheckpointWritten(checkpoint=6, took=1.5))
+    rules = Rules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), placement=Placement([0, 2, 4]),
+                  prepared=prepared, plans_for_speeds=True, settles=Cost([1] * 4, None), automatic_checkpoints=True)
+    at = time.monotonic()
+    state = begun(rules, CommitLog(), at, Rejoining(
+        losses=(1.0,) * 8, first=0, gone=frozenset({FOURTH}), expected=frozenset(WORKERS), grid=frozenset(WORKERS),
+        began=at), found)
+    assert state.settler.failures == 1 and AGO <= at - state.settler.began < AGO + 60
+    assert state.checkpoints.newest == 6 and AGO <= at - state.checkpoints.began < AGO + 60
+    for worker in WORKERS[:3]:
+        known = Known(4, (FOURTH,), 7, ((2 * worker.column, 2 * worker.column + 2),), None, pending=False)
+        state, _ = transition(rules, state, Ready(worker, "corpus", (("127.0.0.1", 1),), known=known), at)
+    state, effects = transition(rules, state, Look(), at)
+    asked = [effect for effect in effects if isinstance(effect, Question)]
+    assert [(one.down, one.speeds) for one in asked] == [((FOURTH,), ((ONE, 2.0),))]
