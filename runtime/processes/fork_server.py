@@ -79,8 +79,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs,
-                stdout=theirs, env=environment(**ONE_THREAD), start_new_session=True)
+                [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs.fileno(),
+                stdout=theirs.fileno(), env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._attach(ours, f"slipstream-{secrets.token_hex(16)}")
 
