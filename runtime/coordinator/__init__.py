@@ -8,7 +8,6 @@
     node_agents          which other nodes are there, and what they are told
     plausible            what a message may say
     gathering            who is waited for before the first order
-    heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
     news                 what people are told, and what files keep of that and of what is committed
 

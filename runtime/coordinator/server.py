@@ -1,6 +1,7 @@
 """The coordinator's ends of its connections: one server, to which workers and node agents connect."""
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from typing import cast, get_args
@@ -90,6 +91,10 @@ class Connection(asyncio.Protocol):
         """Of the worker's process."""
         self.stands_for = 1
         """For how many of its ranks that does."""
+        self.heard = math.inf
+        """When a worker's process that sends heartbeats was heard last, by time.monotonic; infinity: it sends none."""
+        self.over = False
+        """Whether it has ended, and all messages that came over it have been handled."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet, and wait for the first message, which names the peer."""

@@ -4,14 +4,15 @@ A worker whose process ends may have said why just before: its last messages are
 """
 
 import asyncio
+import math
 import signal
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.server import Connection
 from slipstream.runtime.failure_domains import FailureDomains
@@ -24,6 +25,7 @@ from slipstream.schedules.schedule import Worker
 DRAIN_SECONDS = 1.0
 """How long the last messages of a process that has ended may take to arrive."""
 
+LOOKS_PER_TIMEOUT = 10
 SILENT_TOO = 0.5
 """Of the heartbeat timeout: whoever lives is heard several times in that."""
 
@@ -44,9 +46,10 @@ class WorkerConnections:
         self._known = frozenset(run.schedule.grid.workers())
         self._ranks = run.config.training.tensor_parallel
         self._domains = FailureDomains(run.setup.failure_domains)
-        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._timeout = run.setup.heartbeat_timeout_seconds
+        self._looked = time.monotonic()
         self._connections: dict[Worker, dict[int, Connection]] = {}
-        """By rank, of those that are there."""
+        """By rank, of those that are not lost; some may be over."""
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
         self._given_up: set[Worker] = set()
@@ -55,12 +58,12 @@ class WorkerConnections:
         """The last message and its bytes: what is equal for all workers is encoded once."""
 
     def __contains__(self, worker: Worker) -> bool:
-        return worker in self._connections
+        return any(not one.over for one in self._connections.get(worker, {}).values())
 
     @property
     def interval_seconds(self) -> float:
         """From one look for silent ones to the next."""
-        return self._monitor.interval_seconds
+        return self._timeout / LOOKS_PER_TIMEOUT
 
     def processes_of(self, worker: Worker) -> int:
         """How many a worker is."""
@@ -74,14 +77,15 @@ class WorkerConnections:
             connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
             connection.close()
             return False
-        others, stands_for = self._connections.get(worker, {}), message.stands_for
+        others = {rank: one for rank, one in self._connections.get(worker, {}).items() if not one.over}
+        stands_for = message.stands_for
         if message.rank in others or worker not in self._known or not 0 < stands_for <= self._ranks \
                 or message.rank not in range(self._ranks // stands_for) \
                 or any(one.stands_for != stands_for for one in others.values()):
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
         connection.stands_for = stands_for
-        self._connections.setdefault(worker, {})[message.rank] = connection
+        self._connections[worker] = {**others, message.rank: connection}
         self._given_up.discard(worker)
         return True
 
@@ -89,7 +93,8 @@ class WorkerConnections:
         """Send to all processes of a worker; nothing happens where they are not there."""
         if isinstance(message, Leave):  # its end is no news
             self._given_up.add(worker)
-            self._unwatch(worker)
+            for connection in self._connections.get(worker, {}).values():
+                connection.heard = math.inf
         if message is not self._last_sent[0] and message != self._last_sent[0]:
             self._last_sent = message, frame(message)
         for connection in self._connections.get(worker, {}).values():
@@ -100,31 +105,39 @@ class WorkerConnections:
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_present(connection):
             return False
-        self._monitor.heard((worker, connection.rank))
+        if connection.heard < math.inf:
+            connection.heard = time.monotonic()
         return True
 
     def of(self, worker: Worker, rank: int) -> Connection | None:
         """That of a worker's process, where it is there."""
-        return self._connections.get(worker, {}).get(rank)
+        found = self._connections.get(worker, {}).get(rank)
+        return None if found is None or found.over else found
 
     def ready(self, worker: Worker) -> None:
         """It sends heartbeats from now on."""
-        for rank in range(self.processes_of(worker)):
-            self._monitor.add((worker, rank))
+        for connection in self._connections[worker].values():
+            connection.heard = time.monotonic()
 
     def give_up_silent(self) -> None:
         """Give up who has shown no sign of life for too long, and all of its machine with it where none there has."""
-        missed = {worker for (worker, _), _ in self._monitor.missed()}
-        if not missed:
-            return
-        silent = dict[Worker, dict[int, float]]()
-        for (worker, rank), heard in self._monitor.silent(SILENT_TOO):
-            silent.setdefault(worker, {})[rank] = heard
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > 3 * self.interval_seconds:
+            # This process did not run, as when it was stopped: it could not have read any message. One interval counts
+            # all the same; otherwise a silent worker would never be given up where every look is late.
+            for ranks in self._connections.values():
+                for one in ranks.values():
+                    one.heard += gap - self.interval_seconds
+        since = now - SILENT_TOO * self._timeout
+        silent = {worker: found for worker, ranks in self._connections.items()
+                  if (found := {rank: one.heard for rank, one in ranks.items() if one.heard < since})}
+        missed = {worker for worker, ranks in silent.items() if min(ranks.values()) < now - self._timeout}
         for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
-            ranks = silent[worker]
-            alone = next(iter(ranks)) if len(ranks) == 1 < self.processes_of(worker) else None
+            its = silent[worker]
+            alone = next(iter(its)) if len(its) == 1 < self.processes_of(worker) else None
             self._processes.kill(worker, alone)  # first: the others of its processes may end by themselves then
-            self.give_up(worker, f"worker {worker} stopped answering", min(ranks.values()))
+            self.give_up(worker, f"worker {worker} stopped answering", min(its.values()))
 
     def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost whose process may not have ended."""
@@ -137,7 +150,7 @@ class WorkerConnections:
 
     def are_given_up(self, workers: Collection[Worker]) -> bool:
         """Whether no worker of a node is there, and one was given up: its machine may be gone without a word."""
-        return any(worker in self._given_up for worker in workers) and not any(map(self._connections.get, workers))
+        return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
 
     def disconnected(self, connection: Connection) -> bool:
         """A connection has ended, and all messages that came over it have been handled; whether one of a worker that
@@ -145,24 +158,22 @@ class WorkerConnections:
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_present(connection):
             return False
-        del self._connections[worker][connection.rank]
-        if not self._connections[worker]:
-            del self._connections[worker]
-            if worker in self._ended:
-                self._handle_end(self._ended.pop(worker))
+        connection.over = True
+        if worker in self._ended and worker not in self:
+            self._handle_end(self._ended.pop(worker))
         return True
 
     def node_gone(self, node: int) -> None:
         """A node agent is gone: one that has lost the coordinator, or has died, ends its workers."""
         for worker in self._processes.workers_of(node):
-            if (worker, 0) in self._monitor:
+            if self._is_watched(worker):
                 self.give_up(worker, f"worker {worker} is gone with node {node}")
             else:  # it was not ready yet
                 self._close(worker)
 
     def process_ended(self, ended: Ended) -> None:
         """Handle a worker's last messages before its end: one that ends by itself has sent the reason."""
-        if ended.worker in self._connections:
+        if ended.worker in self:
             self._ended[ended.worker] = ended
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._drained(ended))
         else:
@@ -178,7 +189,7 @@ class WorkerConnections:
 
         Not that of this process, which would be gone, too.
         """
-        others = [one for one in self._domains.together(worker) if one != worker and (one, 0) in self._monitor]
+        others = [one for one in self._domains.together(worker) if one != worker and self._is_watched(one)]
         here = any(one in self._run.shares[0] for one in (worker, *others))
         return [] if here or not all(one in silent for one in others) else others
 
@@ -186,9 +197,8 @@ class WorkerConnections:
         for connection in self._connections.pop(worker, {}).values():
             connection.close()
 
-    def _unwatch(self, worker: Worker) -> None:
-        for rank in range(self._ranks):
-            self._monitor.remove((worker, rank))
+    def _is_watched(self, worker: Worker) -> bool:
+        return any(one.heard < math.inf for one in self._connections.get(worker, {}).values())
 
     def _is_present(self, connection: Connection) -> bool:
         worker = connection.peer
@@ -208,7 +218,6 @@ class WorkerConnections:
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""
-        self._unwatch(worker)
         self._close(worker)
         ended = self._ended.pop(worker, None)
         if ended is not None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scale import chaos, virtual
-from slipstream.runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.coordinator.worker_connections import WorkerConnections
 
 WORKERS, FAULTS = 64, 25
 
@@ -25,8 +25,14 @@ def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(tmp_path
 
 
 def test_one_that_gives_up_who_lives_is_found_out(tmp_path, monkeypatch):
-    silent = HeartbeatMonitor.silent
-    monkeypatch.setattr(HeartbeatMonitor, "silent", lambda monitor, share: silent(monitor, 0.1 * share))
+    hears = WorkerConnections.hears
+
+    def hears_late(connections, connection):
+        present = hears(connections, connection)
+        connection.heard -= 0.9 * connections._timeout
+        return present
+
+    monkeypatch.setattr(WorkerConnections, "hears", hears_late)
     with pytest.raises(chaos.BrokenError, match="although it lives"):
         chaos.chaos(WORKERS, FAULTS, 0, tmp_path)
 

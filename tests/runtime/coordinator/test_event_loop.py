@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import boundary, stall_watch
-from slipstream.runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
+from slipstream.runtime.coordinator.worker_connections import LOOKS_PER_TIMEOUT
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent
 from slipstream.runtime.protocol.to_coordinator import (

@@ -3,9 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import heartbeat_monitor
+from slipstream.runtime.coordinator import worker_connections
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.server import Connection, Server
 from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.runtime.protocol.to_coordinator import JoinWorker
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
@@ -22,7 +24,7 @@ SHARES = [[HERE, BESIDE[0]], [THERE[0], BESIDE[1]], [THERE[1], BESIDE[2]]]
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(heartbeat_monitor, "time", clock)
+    monkeypatch.setattr(worker_connections, "time", clock)
     return clock
 
 
@@ -37,28 +39,43 @@ class Killing(Processes):
         self._told.append((worker, rank))
 
 
+def connected(worker, rank):
+    """A connection of a worker's process, over which nothing is sent."""
+    made = Connection(Server(SECRET, lambda *_: None, print, 0))
+    made.peer, made.rank = worker, rank
+    return made
+
+
 class Watched:
     """All workers of three machines; those that are given up, at each look."""
 
     def __init__(self, clock, out, ranks=1):
         setup = replace(SETUP, nodes=3, failure_domains=tuple(map(tuple, SHARES)), heartbeat_timeout_seconds=1.0)
-        self._clock, self._given_up, self._ranks, self.killed = clock, [], ranks, []
+        self._clock, self._given_up, self.killed = clock, [], []
         self._workers = WorkerConnections(
             Run(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
                 secret=SECRET, out=out), Killing(self.killed), lambda event: None,
             lambda worker, reason, since: self._given_up.append((worker, reason, round(since, 1))))
+        self._processes = [connected(worker, rank) for worker in SCHEDULE.grid.workers() for rank in range(ranks)]
+        for one in self._processes:
+            assert self._workers.admit(one, JoinWorker(one.peer, rank=one.rank))
         for worker in SCHEDULE.grid.workers():
             self._workers.ready(worker)
 
-    def look(self, seconds, heard, but=()):
-        """Look as often as one should, for so long, while these are heard, but for some of their ranks."""
+    def end(self, worker):
+        """The connection of a worker has ended, and its process may live."""
+        assert self._workers.disconnected(next(one for one in self._processes if one.peer == worker))
+        assert worker not in self._workers
+
+    def look(self, seconds, heard, but=(), pause=0.1):
+        """Look at an interval, as often as one should, for so long, while these are heard, but for some of their ranks.
+        """
         looks = []
-        for _ in range(round(10 * seconds)):
-            self._clock.now += 0.1
-            for worker in heard:
-                for rank in range(self._ranks):
-                    if (worker, rank) not in but:
-                        self._workers._monitor.heard((worker, rank))
+        for _ in range(round(seconds / pause)):
+            self._clock.now += pause
+            for one in self._processes:
+                if one.peer in heard and (one.peer, one.rank) not in but:
+                    self._workers.hears(one)
             self._workers.give_up_silent()
             looks += [self._given_up[:]] if self._given_up else []
             self._given_up.clear()
@@ -92,3 +109,23 @@ def test_a_worker_is_killed_because_of_the_rank_that_is_silent(clock, tmp_path):
     watched, everyone = Watched(clock, tmp_path, ranks=2), list(SCHEDULE.grid.workers())
     watched.look(2.0, [worker for worker in everyone if worker != BESIDE[2]], but=[(THERE[0], 1)])
     assert sorted(watched.killed) == [(THERE[0], 1), (BESIDE[2], None)]
+
+
+def test_who_is_silent_is_told_also_where_this_process_never_gets_to_look_in_time(clock, tmp_path):
+    watched, everyone = Watched(clock, tmp_path), list(SCHEDULE.grid.workers())
+    (missed,) = watched.look(6.0, [worker for worker in everyone if worker != THERE[0]], pause=0.4)
+    assert [worker for worker, *_ in missed] == [THERE[0]]
+
+
+def test_time_in_which_this_process_did_not_listen_is_nobodys_fault(clock, tmp_path):
+    watched = Watched(clock, tmp_path)
+    assert watched.look(60.0, [], pause=60.0) == [] and watched.look(0.8, []) == []
+    assert watched.look(0.4, [])
+
+
+def test_one_whose_connection_has_ended_and_whose_process_lives_is_missed_like_any(clock, tmp_path):
+    """Else all would wait for it without end: it may have been cut off, or its network be gone."""
+    watched, everyone = Watched(clock, tmp_path), list(SCHEDULE.grid.workers())
+    watched.end(THERE[0])
+    assert watched.look(2.0, [worker for worker in everyone if worker != THERE[0]]) == [
+        [(THERE[0], "worker 1.0 stopped answering", 100.0)]]
