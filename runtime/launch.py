@@ -26,7 +26,7 @@ from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
 from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from slipstream.runtime.coordinator.metrics import record_metrics
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
@@ -205,7 +205,7 @@ class _Launch:
                             validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out / LOSSES, first)
             begins = first + len(losses or ())
-            writer = stack.enter_context(Writer(options.notify))
+            writer = stack.enter_context(WriterThread(options.notify))
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
                                                          options.tensorboard, writer, options.observe_iteration))
             event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), writer))

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from slipstream.cli.shared.console import err
 from slipstream.cli.shared.run_summary import clock
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.events import (
     Event,
     FetchAbandoned,
@@ -121,7 +121,7 @@ class Shown:
     bar: Progress
     task: TaskID
     progress: RunProgress
-    write: Writer
+    write: WriterThread
 
     def committed(self, iteration: int, loss: float) -> None:
         """Show an iteration. Where there is no bar, its line says what the bar would."""
@@ -151,7 +151,7 @@ def shown(iterations: int, tokens: int) -> Iterator[Shown]:
     """While a run of so many iterations lasts; `tokens`: of a sample."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar, \
-            Writer() as write:
+            WriterThread() as write:
         yield Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens), write)
 
 
@@ -159,7 +159,7 @@ def shown(iterations: int, tokens: int) -> Iterator[Shown]:
 def in_thread(tell: Callable[..., object],
               complain: Callable[[str], None] = lambda _: None) -> Iterator[Callable[..., None]]:
     """The same in a thread: whoever calls it does not wait for the terminal. At the end, `complain` has its errors."""
-    with Writer(complain) as write:
+    with WriterThread(complain) as write:
         def told(*what: Any) -> None:
             write(partial(tell, *what))
 

@@ -15,7 +15,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.appended_file import AppendedFile
-from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
+from slipstream.runtime.coordinator.writer import AT_ONCE, Writer
 from slipstream.runtime.events import EVENTS, SCHEDULES, Event
 
 DIGEST_LENGTH = 16
@@ -35,7 +35,7 @@ class EventLog:
     """
 
     def __init__(self, folder: Path | None, observer: Observer = lambda _: None,
-                 write: WithoutThread = WITHOUT_THREAD) -> None:
+                 write: Writer = AT_ONCE) -> None:
         self._folder = folder
         self._write = write
         self.iteration = 0

@@ -50,7 +50,7 @@ from slipstream.runtime.coordinator.transition import (
     transition,
 )
 from slipstream.runtime.coordinator.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
@@ -93,7 +93,7 @@ class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
     def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager,
-                 event_log: EventLog, writer: Writer | None = None) -> None:
+                 event_log: EventLog, writer: WriterThread | None = None) -> None:
         self._run = run
         self._writer = writer
         self._event_log = event_log

@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.runtime.coordinator.appended_file import IterationLines
 from slipstream.runtime.coordinator.metrics import MetricsRecorder
-from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
+from slipstream.runtime.coordinator.writer import AT_ONCE, Writer
 from slipstream.runtime.events import Iteration
 
 Progress = Callable[[int, float], None]
@@ -47,7 +47,7 @@ class LossFile:
     """
 
     def __init__(self, path: Path, first: int, progress: Progress | None,
-                 metrics: MetricsRecorder | None = None, write: WithoutThread = WITHOUT_THREAD) -> None:
+                 metrics: MetricsRecorder | None = None, write: Writer = AT_ONCE) -> None:
         self._progress = progress
         self._metrics = metrics
         self._write = write

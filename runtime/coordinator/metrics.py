@@ -16,7 +16,7 @@ import msgspec
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.coordinator.appended_file import IterationLines
 from slipstream.runtime.coordinator.tensorboard import TensorBoard
-from slipstream.runtime.coordinator.writer import WITHOUT_THREAD, WithoutThread
+from slipstream.runtime.coordinator.writer import AT_ONCE, Writer
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
 from slipstream.runtime.model.state.learning_rate import learning_rate
 
@@ -52,7 +52,7 @@ class MetricsRecorder:
     """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
 
     def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0,
-                 write: WithoutThread = WITHOUT_THREAD, observer: IterationObserver = lambda _: None) -> None:
+                 write: Writer = AT_ONCE, observer: IterationObserver = lambda _: None) -> None:
         self._config = config
         self._work = work
         self._sinks = sinks
@@ -113,7 +113,7 @@ class MetricsRecorder:
 
 
 def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
-                   write: WithoutThread = WITHOUT_THREAD, observer: IterationObserver | None = None
+                   write: Writer = AT_ONCE, observer: IterationObserver | None = None
                    ) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
 

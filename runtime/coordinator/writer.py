@@ -19,7 +19,7 @@ CLOSE_SECONDS = 10.0
 """At the end of a run, what has not been written that long after the last thing that was is given up."""
 
 
-class WithoutThread:
+class Writer:
     """Does at once what touches files, and tells nobody of it."""
 
     def __call__(self, work: Callable[[], object]) -> None:
@@ -30,10 +30,10 @@ class WithoutThread:
         """Have this told, from any thread."""
 
 
-WITHOUT_THREAD = WithoutThread()
+AT_ONCE = Writer()
 
 
-class Writer(WithoutThread):
+class WriterThread(Writer):
     """One thing after another, in the order in which they were asked for.
 
     As a context, it ends once that is done. `notify` is told then of what `news` has not been asked for.

@@ -13,7 +13,7 @@ from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.take_over import Found, Rejoining
 from slipstream.runtime.coordinator.transition import Look, Lost, transition
-from slipstream.runtime.coordinator.writer import WithoutThread
+from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
@@ -41,7 +41,7 @@ def planned(question):
         return NoScheduleError(str(error))
 
 
-class Unwritten(WithoutThread, list):
+class Unwritten(Writer, list):
     """What waits to be written."""
 
     def __call__(self, work):

@@ -6,7 +6,7 @@ from io import FileIO
 from slipstream.runtime.coordinator import appended_file
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
-from slipstream.runtime.coordinator.writer import WithoutThread
+from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.events import EVENTS, Noted, decode
 
 
@@ -26,7 +26,7 @@ class Full(FileIO):
 
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(appended_file, "FileIO", Full)
-    told, write = [], WithoutThread()
+    told, write = [], Writer()
     write.say = told.append
     losses, log = LossFile(tmp_path / "losses.jsonl", 0, None, write=write), EventLog(tmp_path, write=write)
     with losses, log:

@@ -7,7 +7,7 @@ from io import FileIO
 
 from slipstream.runtime.coordinator import appended_file, writer
 from slipstream.runtime.coordinator.appended_file import IterationLines
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.events import EVENTS, Iteration, Noted, decode, decode_iteration
 from slipstream.runtime.launch import RunOptions, run
 from tests.runtime.failing import JOB
@@ -60,7 +60,7 @@ def test_what_is_never_taken_is_given_up_at_the_end_and_nobody_waits_for_it(tmp_
     monkeypatch.setattr(writer, "CLOSE_SECONDS", 0.2)
     reading, writing = os.pipe()
     told = []
-    with Writer(told.append) as write:
+    with WriterThread(told.append) as write:
         write(lambda: os.write(writing, b"x" * 10_000_000))
         write(lambda: None)
     assert ["2 writes" in news and "does not answer" in news for news in told] == [True]
@@ -69,7 +69,7 @@ def test_what_is_never_taken_is_given_up_at_the_end_and_nobody_waits_for_it(tmp_
 
 def test_all_that_waits_is_written_at_the_end_in_order_whatever_fails(tmp_path):
     done, told = [], []
-    with Writer(told.append) as write:
+    with WriterThread(told.append) as write:
         for number in range(1000):
             write(lambda number=number: done.append(number) if number != 500 else done.missing())
     assert done == [number for number in range(1000) if number != 500]
