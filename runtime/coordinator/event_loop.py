@@ -23,16 +23,14 @@ from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaite
 from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.news import News
 from slipstream.runtime.coordinator.node_agents import NodeAgents
-from slipstream.runtime.coordinator.part_moves import Partition
 from slipstream.runtime.coordinator.planning import Finders, ScheduleService
 from slipstream.runtime.coordinator.plausible import Bounds, printable
 from slipstream.runtime.coordinator.questions import Question
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_state import Gathering, Left, Rules, Training, begun
+from slipstream.runtime.coordinator.run_state import Gathering, Left, Training, begun
 from slipstream.runtime.coordinator.server import Connection, Server, serve
-from slipstream.runtime.coordinator.settling import Cost
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.speed_planning import SpeedQuestion
 from slipstream.runtime.coordinator.stall_watch import StallWatch
@@ -54,7 +52,6 @@ from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
-from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.processes.fork_server import ForkServerError
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
@@ -107,33 +104,21 @@ class EventLoop:
         self._stall = StallWatch(resilience.stall_timeout_seconds,
                                  lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
-        workers = run.schedule.grid.pipelines * run.schedule.grid.columns
-        background, domains = background_for(workers), FailureDomains(run.setup.failure_domains)
-        self._ahead = AheadOfFailures(run.schedule, resilience.scheduler, background, domains) \
-            if resilience.scheduler is not None and workers > FEW else None
+        grid = frozenset(run.schedule.grid.workers())
+        background = background_for(len(grid))
+        self._ahead = AheadOfFailures(run.schedule, resilience.scheduler, background, run.domains) \
+            if resilience.scheduler is not None and len(grid) > FEW else None
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(resilience.scheduler if self._ahead is None else self._ahead.after,
                                        resilience.at_speeds, resilience.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, resilience.with_degraded,
             partial(_divided, run), background)
-        setup, cuts = run.setup, Placement(run.setup.cuts)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
-        self._setup = setup if run.elements else replace(setup, failure_domains=())
+        self._setup = run.setup if run.elements else replace(run.setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
-        self._rules = Rules(
-            first=run.schedule, placement=cuts, prepared=self._schedules.prepared,
-            iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
-            settles=None if resilience.settling is None else Cost(run.layer_bytes, setup.fetch_bytes_per_second),
-            mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,
-            automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=resilience.at_speeds is not None,
-            plans_for_degraded=resilience.with_degraded is not None, domains=domains,
-            partition=Partition(run.elements, cuts, setup.failure_domains,
-                                run.config.training.shard_optimizer) if run.elements else None,
-            length_costs=run.length_costs, whole_schedules=run.whole_schedules)
-        at, grid = time.monotonic(), frozenset(run.schedule.grid.workers())
-        self.state = begun(self._rules, log, at, None if run.behind is None else Rejoining(
-            losses=run.losses, first=setup.first_iteration, gone=frozenset(run.gone), grid=grid, began=at,
-            expected=frozenset(run.schedule.members)), run.journal)
+        self._rules = run.rules(self._schedules.prepared)
+        at = time.monotonic()
+        self.state = begun(self._rules, log, at, run.rejoining(at), run.journal)
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._gathered_by: dict[Worker, int] = {}
         """The node whose agent brought the last report of a worker."""
@@ -141,7 +126,7 @@ class EventLoop:
         """What agents are to be told because of the present event."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
-        self._bounds = Bounds(setup, len(resilience.injections), grid)
+        self._bounds = Bounds(run.setup, len(resilience.injections), grid)
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 

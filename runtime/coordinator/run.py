@@ -6,9 +6,16 @@ from pathlib import Path
 
 from slipstream.runtime.config import LengthCosts, RunConfig
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.planning import Prepared
+from slipstream.runtime.coordinator.run_state import Rules
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.run_folder import LeftBehind
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Schedule, Worker
@@ -48,3 +55,28 @@ class Run:
     """What its events tell."""
     gone: Sequence[Worker] = ()
     """Workers that have died with it."""
+
+    @property
+    def domains(self) -> FailureDomains:
+        """Which workers fail together."""
+        return FailureDomains(self.setup.failure_domains)
+
+    def rules(self, prepared: Callable[[Schedule], Prepared]) -> Rules:
+        """What stays the same, with what a schedule is in an order."""
+        setup, resilience, cuts = self.setup, self.resilience, Placement(self.setup.cuts)
+        return Rules(
+            first=self.schedule, placement=cuts, prepared=prepared,
+            iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
+            settles=None if resilience.settling is None else Cost(self.layer_bytes, setup.fetch_bytes_per_second),
+            mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,
+            automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=resilience.at_speeds is not None,
+            plans_for_degraded=resilience.with_degraded is not None, domains=self.domains,
+            partition=Partition(self.elements, cuts, setup.failure_domains,
+                                self.config.training.shard_optimizer) if self.elements else None,
+            length_costs=self.length_costs, whole_schedules=self.whole_schedules)
+
+    def rejoining(self, at: float) -> Rejoining | None:
+        """The phase that begins at a time by time.monotonic where another coordinator has died."""
+        return None if self.behind is None else Rejoining(
+            losses=self.losses, first=self.setup.first_iteration, gone=frozenset(self.gone), began=at,
+            expected=frozenset(self.schedule.members), grid=frozenset(self.schedule.grid.workers()))

@@ -15,7 +15,6 @@ import msgspec
 
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.server import Connection
-from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.protocol.channel import Frame, frame
 from slipstream.runtime.protocol.to_coordinator import Ended, JoinWorker
@@ -45,7 +44,7 @@ class WorkerConnections:
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
         self._ranks = run.config.training.tensor_parallel
-        self._domains = FailureDomains(run.setup.failure_domains)
+        self._domains = run.domains
         self._timeout = run.setup.heartbeat_timeout_seconds
         self._looked = time.monotonic()
         self._connections: dict[Worker, dict[int, Connection]] = {}
