@@ -1,9 +1,9 @@
 """Fork server: a process that imports torch once, and then forks others on request, each in milliseconds.
 
-Requests and reports are lines of JSON over a socket, which is its standard input and output. When that closes, because
-the process that started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told
-to hold them, it first waits a while for another process to take it over (`adopt`), through a socket whose name was
-agreed on before.
+Requests and reports are lines of JSON over a socket, which is its standard input. When that closes, because the process
+that started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told to hold
+them, it first waits a while for another process to take it over (`adopt`), through a socket whose name was agreed on
+before.
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
 main program again, in the server and in each process, so that one without an `if __name__ == "__main__"` guard fails;
@@ -58,7 +58,7 @@ class ForkServerError(RuntimeError):
 def environment(**more: str) -> dict[str, str]:
     """This process's, in which another finds the modules of this program, wherever it was started.
 
-    Without the run's secret: workers get it over a pipe, and what they start themselves need not know it.
+    Without the run's secret: workers get it over a socket, and what they start themselves need not know it.
     """
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -80,7 +80,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "slipstream.runtime.processes.fork_server_process"], stdin=theirs.fileno(),
-                stdout=theirs.fileno(), env=environment(**ONE_THREAD), start_new_session=True)
+                stdout=subprocess.DEVNULL, env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._attach(ours, f"slipstream-{secrets.token_hex(16)}")
 

@@ -1,4 +1,4 @@
-"""What a fork server and its launcher say to each other: lines of JSON, over pipes, or a socket of the same user."""
+"""What a fork server and its launcher say to each other: lines of JSON, over a socket of the same user."""
 
 import importlib
 import os
@@ -76,7 +76,7 @@ decode_news: Callable[[bytes], News] = msgspec.json.Decoder(News).decode
 
 
 class Lines:
-    """Whole lines from a pipe, as they come."""
+    """Whole lines from a socket, as they come."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -84,10 +84,10 @@ class Lines:
         self.closed = False
 
     def read(self) -> list[bytes]:
-        """Read once; blocks unless the pipe is ready."""
+        """Read once; blocks unless the socket is ready."""
         try:
             data = os.read(self._descriptor, 65536)
-        except ConnectionResetError:  # the other end of a socket is gone, and has not read all
+        except ConnectionResetError:  # the other end is gone, and has not read all
             data = b""
         self.closed = not data
         *lines, self._rest = (self._rest + data).split(b"\n")

@@ -42,8 +42,8 @@ class _Server:
 
     def __init__(self) -> None:
         self._asked = Lines(0)
-        self._control, self._news = 0, 1
-        """The descriptors of the launcher."""
+        self._control = 0
+        """The descriptor that leads to the launcher."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         self._alive: dict[int, int] = {}
@@ -99,7 +99,7 @@ class _Server:
         if self._launcher is not None:
             self._launcher.close()
         self._launcher = connection
-        self._control = self._news = connection.fileno()
+        self._control = connection.fileno()
         self._asked = Lines(self._control)
         self._selector.register(self._control, selectors.EVENT_READ)
         names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
@@ -118,7 +118,7 @@ class _Server:
 
     def _tell(self, *news: News) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: the end of the input is next
-            os.write(self._news, b"".join(msgspec.json.encode(one) + b"\n" for one in news))
+            os.write(self._control, b"".join(msgspec.json.encode(one) + b"\n" for one in news))
 
     def _answer(self) -> None:
         for line in self._asked.read():
@@ -204,7 +204,7 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve until the launcher closes the pipe."""
+    """Serve until the launcher closes the socket."""
     from slipstream.runtime.worker import main as worker
 
     worker.warm_up()

@@ -56,7 +56,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """The ranks whose devices the worker goes on without."""
 
     def process(self) -> ProcessSpec:
-        """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
+        """The request to the fork server, over a socket that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
         return ProcessSpec(process_name(self.worker, self.rank, self.without), "slipstream.runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,

@@ -81,10 +81,10 @@ def fork_server_of_launcher() -> ForkServer:
 def serve(connection: socket.socket) -> None:
     """Be a fork server, at the other end of a connection, to the end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    for descriptor in (0, 1):
-        os.dup2(connection.fileno(), descriptor)
+    os.dup2(connection.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     connection.close()
-    os.write(1, msgspec.json.encode(Adopted("", ())) + b"\n")
+    os.write(0, msgspec.json.encode(Adopted("", ())) + b"\n")
     gc.freeze()
     _Server().serve()
     os._exit(0)
