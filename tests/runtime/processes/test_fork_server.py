@@ -11,6 +11,7 @@ import msgspec
 from slipstream.runtime.processes import fork_server
 from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer
 from slipstream.runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
+from tests import patience
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
@@ -27,7 +28,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_nor_a_traceback():
     """Their standard error is this pipe: it ends when the last of them has."""
     done = subprocess.run([sys.executable, "-c", KILLED], env=command_environment(), stderr=subprocess.PIPE, text=True,
-                          timeout=60, check=False)
+                          timeout=patience.SECONDS, check=False)
     assert done.returncode == -9 and done.stderr == ""
 
 
@@ -56,7 +57,7 @@ def test_what_is_held_is_found_by_the_same_name_whoever_has_held_it_before():
     for last in (False, False, True):
         words = [name] * bool(name) + ["ends"] * last
         done = subprocess.run([sys.executable, "-c", ADOPTS, *words], env=command_environment(),
-                              stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+                              stdout=subprocess.PIPE, text=True, timeout=patience.SECONDS, check=False)
         assert done.returncode == (0 if last else -9)
         told, pid = done.stdout.split()
         name = name or told
