@@ -9,7 +9,7 @@ from slipstream.cli.shared.console import duration, out, print_json
 from slipstream.cli.shared.inputs import read_schedule_or_refuse
 from slipstream.cli.shared.options import Json, ScheduleFiles
 from slipstream.planner.budget import Budget
-from slipstream.planner.claims import proven_bound
+from slipstream.planner.judge import proven_bound
 from slipstream.schedules.check import Violation
 from slipstream.schedules.check import check as violations_of
 from slipstream.schedules.schedule import Schedule

@@ -38,15 +38,14 @@ from slipstream.cli.shared.options import (
 )
 from slipstream.cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
-from slipstream.planner.alternatives import Alternative, alternatives
 from slipstream.planner.degraded import SLOWER, STANDS_FOR, with_degraded
 from slipstream.planner.job.file import Job, JobError, require_in_grid
 from slipstream.planner.judge import judge_order
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import LAYERS
 from slipstream.planner.plan import Plan
-from slipstream.planner.recompute import SHARE, Recomputation
-from slipstream.planner.report import BANDWIDTH, plan_report, transition
+from slipstream.planner.recompute import Recomputation
+from slipstream.planner.report import BANDWIDTH, Alternative, alternatives, plan_report, transition
 from slipstream.schedules.codec import MAX_OPS
 from slipstream.schedules.schedule import OptimizerMode, Worker
 from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
@@ -104,7 +103,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
                                steps=steps, params=params, seed=seed, layers=layers, from_checkpoint=from_checkpoint)
         again = chosen_recomputation(job, wanted, options)
         if again is not None:
-            wanted, options = again.job, options.within((1 - SHARE) * options.seconds)
+            left = 1 - options.params.blocks.recomputed_share
+            wanted, options = again.job, options.within(left * options.seconds)
         if degraded:
             wanted = _degraded(wanted, degraded, down, normalise=normalise)
         clock = options.clock()

@@ -13,10 +13,8 @@
     repetition   many micro-batches as a plan of fewer, again and again
     normalise    chooses which roles stay vacant, for a number of failures
     failures     what a run asks for when workers fail, slow down or come back
-    alternatives what else could be done about failures
-    report       what a plan moves, how long that takes, when it pays; the answer of `slipstream plan --json`
-    claims       proves the bound that a file states
-    judge        times and checks an order that another tool made
+    report       what a plan moves, how long that takes, when it pays; what else could be done; `slipstream plan --json`
+    judge        times and checks an order that another tool made; proves the bound that a file states
     tables/      builds tables of schedules
 
 Other programs use the names below. Each is imported when it is first asked for, so that reading a job does not wait for

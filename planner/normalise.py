@@ -26,12 +26,13 @@ import msgspec
 from slipstream.planner.budget import Clock, ProgressCallback, StepClock, quiet
 from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import exact
+from slipstream.planner.model.assemble import claiming
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
+from slipstream.planner.params import DEFAULTS, RoleParams
 from slipstream.planner.plan import FaultFree, Plan, plan_only, plan_with
 from slipstream.planner.repetition import TooLargeError
 from slipstream.schedules.check import check
@@ -45,16 +46,6 @@ from slipstream.schedules.tables.pattern import (
     representative,
 )
 from slipstream.schedules.tables.relabel import relabel
-
-EXHAUSTIVE = 60
-"""Up to so many patterns of a number of failures, all are planned."""
-DISTRIBUTIONS = 4
-"""How many distributions of failures over columns the dynamic programme keeps."""
-SEARCH_SHARE = 0.3
-"""Share of the time limit for comparing all candidates, and again for the best few; the rest is for the best."""
-FINALISTS = 3
-ROLES_SHARE, ROLES_SHARE_OF_LAYERS = 0.5, 0.25
-"""Share of the time limit for plans with roles moved, beside one with layers in place, or with layers moved."""
 
 Counts = tuple[int, ...]
 """Roles that are down, by column."""
@@ -76,9 +67,9 @@ class Windows:
     pipelines the failures are in.
     """
 
-    def __init__(self, problem_of: ProblemOf) -> None:
+    def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
         """`problem_of`: the problem with some roles down, in which any holder of a stage may run any micro-batch."""
-        self._problem_of = problem_of
+        self._problem_of, self._kept = problem_of, params.distributions
         whole = problem_of(())
         self.grid, self.tick_seconds = whole.grid, whole.tick_seconds
         self.slow = {worker for worker, one in whole.workers.items() if one.per_mille != 1000}
@@ -118,7 +109,7 @@ class Windows:
     def distributions(self, failures: int) -> list[Ranked]:
         """The best few ways to distribute failures over columns, best first; the first one's window is the least.
 
-        best[c][f] = the DISTRIBUTIONS smallest of
+        best[c][f] = the smallest few (`RoleParams.distributions`) of
             { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
               k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
         Exact for the first, and near-best alternatives for the rest. Where windows are equal, even distributions come
@@ -137,7 +128,7 @@ class Windows:
             least = max(0, failures - sum(useful[column + 1:]))
             best = {count: sorted((max(longest, window), total + window, squares + down * down, (*counts, down))
                                   for down, window in enumerate(windows[:count + 1])
-                                  for longest, total, squares, counts in best.get(count - down, ()))[:DISTRIBUTIONS]
+                                  for longest, total, squares, counts in best.get(count - down, ()))[:self._kept]
                     for count in range(least, min(failures, sum(useful[:column + 1])) + 1)}
         return best.get(failures, [])
 
@@ -157,7 +148,7 @@ class Windows:
 
 def windows_of(job: Job, options: PlanOptions) -> Windows:
     """Those of a job's plans by these options, whether micro-batches are cut or not."""
-    return Windows(partial(bounding_problem, options, job))  # which is sent to other processes
+    return Windows(partial(bounding_problem, options, job), options.params.roles)  # which is sent to other processes
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
@@ -178,7 +169,8 @@ def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[W
             yield tuple(sorted(vacant))
 
 
-def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
+def candidates(job: Job, windows: Windows, failures: int,
+               params: RoleParams = DEFAULTS.roles) -> list[tuple[Worker, ...]]:
     """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
@@ -186,19 +178,19 @@ def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, 
     for *_, counts in windows.distributions(failures):
         for vacant in arrangements(job, windows, counts):
             found.setdefault(pattern_of(vacant, classes), vacant)
-    for pattern in _few_patterns(failures, job.stages, classes):
+    for pattern in _few_patterns(failures, job.stages, classes, params.exhaustive):
         vacant = representative(pattern, classes)
         if dead_column(vacant, grid) is None and not windows.slow & set(vacant):
             found.setdefault(pattern, vacant)
     return list(found.values())
 
 
-def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[Pattern]:
+def _few_patterns(failures: int, columns: int, classes: Sequence[int], most: int) -> list[Pattern]:
     """All patterns if they are few, else none."""
-    if failures > EXHAUSTIVE or math.comb(columns, min(failures, columns // 2)) > EXHAUSTIVE:
+    if failures > most or math.comb(columns, min(failures, columns // 2)) > most:
         return []
-    found = list(islice(patterns(failures, columns, classes), EXHAUSTIVE + 1))
-    return found if len(found) <= EXHAUSTIVE else []
+    found = list(islice(patterns(failures, columns, classes), most + 1))
+    return found if len(found) <= most else []
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
@@ -237,13 +229,14 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     schedulers need, the choice does not depend on the clock. Ends early at a plan that none can beat; on huge jobs,
     where a single plan takes longer than its share, with those that there was time for.
     """
-    over = clock.now() + 2 * SEARCH_SHARE * options.seconds
+    params = options.params.roles
+    over = clock.now() + 2 * params.compared * options.seconds
     floor = windows.seconds(windows.distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Plan] = {}
     shortest: Plan | None = None
-    left = candidates(job, windows, failures)
-    for keep in (FINALISTS, 0):
-        quick = options.comparing.within(options.seconds * SEARCH_SHARE / len(left))
+    left = candidates(job, windows, failures, params)
+    for keep in (params.finalists, 0):
+        quick = options.comparing.within(options.seconds * params.compared / len(left))
         for vacant in left:
             try:
                 made = plan_only(quick, job, vacant, clock)
@@ -256,7 +249,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
                 progress(_described(made.schedule))
             if made.interrupted or shortest.period <= floor or clock.now() + made.solve_seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
-        if len(best) <= FINALISTS:
+        if len(best) <= params.finalists:
             break
         left = sorted(left, key=lambda vacant: best[vacant].period)[:keep]
     return min(best.values(), key=lambda made: made.period)
@@ -279,7 +272,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     clock = clock or options.clock()
     (ready if isinstance(clock, StepClock) else begin)(progress)
     began = time.monotonic()
-    roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
+    params = options.params.roles
+    roles = options.seconds * (params.share if options.layers == "fixed" else params.share_of_layers)
     # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
     first = options if options.steps is not None else options.within(options.seconds - roles)
     best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
@@ -299,7 +293,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     least = windows_of(_without_state(job), options).least(len(set(failed)))
     own = best.schedule
     if not moving:
-        best = msgspec.structs.replace(best, schedule=_claiming(own, least, windows.tick_seconds))
+        best = msgspec.structs.replace(best, schedule=claiming(own, least, windows.tick_seconds))
         if best.schedule.status == "optimal":
             return best
     elif own.scope is Scope.LAYERS:
@@ -309,7 +303,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress, clock=clock)
     schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-        schedule = _claiming(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS else windows.tick_seconds)
+        schedule = claiming(schedule, least, own.tick_seconds if least.scope is Scope.LAYERS else windows.tick_seconds)
         violations = check(schedule)
         assert not violations, f"relabelling broke a rule: {violations[0]}"
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None, tally=normal.tally, end=None,
@@ -327,9 +321,3 @@ def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
     """The job in which no worker that is down is slow: else its role would be kept for one of its speed."""
     alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))
-
-
-def _claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """The schedule with another bound, in ticks of so many seconds; it is rounded down."""
-    ticks = bound.ticks * exact(tick_seconds) / exact(schedule.tick_seconds)
-    return schedule.with_bound(math.floor(ticks), bound.scope)

@@ -119,6 +119,20 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Ops up to which the schedules that others run are tried when the time is over, too."""
 
 
+class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pieces that are planned apart: pipelines that have lost workers, with whole ones that help them."""
+
+    largest: Count = 60_000
+    """Ops of a piece up to which it is given more whole pipelines than it needs;"""
+    shedding: Count = 3
+    """so many times as many, where their own micro-batches may be handed on, too,"""
+    largest_shedding: Count = 6_000
+    """up to so many ops."""
+    few: Count = 2
+    """Micro-batches for each stage below which they may: then one more on a worker delays all of its pipeline's others.
+    """
+
+
 class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cooling cycle of annealing."""
 
@@ -132,7 +146,7 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     begin: Share = 0.0
     """Only the part of the plan from here"""
     end: Share = 1.0
-    """to here changes, in shares of it: how pipelines fill and drain takes more heat than the rest could bear."""
+    """to here changes, in shares of it: how pipelines fill and drain takes higher temperatures than the rest can."""
 
 
 class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +193,9 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Ops, counted once for each possible host, up to which CP-SAT improves a piece and proves it optimal."""
     proof_share: Share = 0.6
     """Of the time that is left, for each piece."""
+    largest_relaxed: Count = 1000
+    """Ops up to which linear relaxations pay: a third sooner proven; in larger models they overrun the time by seconds
+    and prove nothing (the worked example; 8 pipelines x 8 stages x 16 micro-batches)."""
     hint_cycles: AtLeastOne = 3
     """Cooling cycles of annealing that make a good hint for it."""
 
@@ -272,6 +289,10 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Compute ops up to which a job is never cut into blocks where layers may move: in blocks they could not."""
     largest_baseline: Count = 200_000
     """Compute ops up to which a baseline assigns the micro-batches of the dead among all pipelines, not in groups."""
+    piecewise: Count = 30_000
+    """Compute ops up to which a job whose period alone is asked for is put together, and not looked at by pieces."""
+    recomputed_share: Share = 0.2
+    """Of the time, to choose what is computed again."""
     reference_share: Share = 0.15
     """Of the time, that the fault-free plan, needed for comparison, may take."""
     finish_seconds: Number = 15e-6
@@ -280,13 +301,32 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """at most this share of the time."""
 
 
+class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which roles stay vacant where live workers may take over others."""
+
+    exhaustive: Count = 60
+    """Up to so many patterns of a number of failures, all are planned."""
+    distributions: AtLeastOne = 4
+    """How many distributions of failures over columns the dynamic programme keeps."""
+    compared: Share = 0.3
+    """Of the time, to compare all candidates, and again for the best few; the best has the rest."""
+    finalists: AtLeastOne = 3
+    """The best few."""
+    share: Share = 0.5
+    """Of the time, for plans with roles moved beside one with layers in place;"""
+    share_of_layers: Share = 0.25
+    """the same beside one with layers moved."""
+
+
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of them."""
 
+    pieces: PieceParams = msgspec.field(default_factory=PieceParams)
     lists: ListParams = msgspec.field(default_factory=ListParams)
     annealing: AnnealingParams = msgspec.field(default_factory=AnnealingParams)
     cp_sat: CpSatParams = msgspec.field(default_factory=CpSatParams)
     layouts: LayoutParams = msgspec.field(default_factory=LayoutParams)
+    roles: RoleParams = msgspec.field(default_factory=RoleParams)
     blocks: BlockParams = msgspec.field(default_factory=BlockParams)
 
 

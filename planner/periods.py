@@ -4,10 +4,10 @@ A simulation asks for the period of every state that a fleet comes into. Swappin
 so a period depends on how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
 (`planner.normalise.arrangements`) are planned by list schedules within a short time, and the best counts.
 
-Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
-period is that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at different times,
-the assembled schedule can be a little longer. Where reductions overlap compute, what remains of them in such a job is
-not counted.
+Jobs of more than `BlockParams.piecewise` ops are planned piece by piece (`planner.model.decompose`), each different
+piece once. Their period is that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at
+different times, the assembled schedule can be a little longer. Where reductions overlap compute, what remains of them
+in such a job is not counted.
 """
 
 import math
@@ -34,9 +34,6 @@ from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 
-LARGE = 30_000
-"""A job of more compute ops is planned piece by piece."""
-
 Pieces = Sequence[tuple[Piece, Solution]]
 """Each piece of a problem with its solution."""
 
@@ -57,7 +54,7 @@ class Periods:
     @property
     def is_large(self) -> bool:
         """Whether the job is planned piece by piece."""
-        return 3 * self._job.depth * sum(self._job.microbatches) > LARGE
+        return 3 * self._job.depth * sum(self._job.microbatches) > self._options.params.blocks.piecewise
 
     def affected(self, failures: int) -> Job:
         """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
@@ -118,12 +115,12 @@ class Periods:
             pattern = pattern_of(failed, self._classes)
             if pattern not in distinct:
                 distinct[pattern] = options.problem(job, failed)
-        problems = list(distinct.values())
-        if problems[0].operations <= LARGE:
+        problems, most = list(distinct.values()), options.params.blocks.piecewise
+        if problems[0].operations <= most:
             return problems
         largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
-        return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
+        return [problems[index] for index in ranked if largest[index] <= most or index == ranked[0]]
 
     def _search(self, problem: Problem) -> Pieces:
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
@@ -132,7 +129,7 @@ class Periods:
 
     def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> float:
         """The period in seconds: of the assembled schedule; for a large job, of the slowest piece."""
-        if problem.operations > LARGE:
+        if problem.operations > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
         solved = solver(problem)
         if self._overlaps:

@@ -33,7 +33,7 @@ from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.job.layers import layer_costs, ratio
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.assemble import build_schedule
+from slipstream.planner.model.assemble import build_schedule, claiming
 from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
@@ -304,11 +304,11 @@ def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
             within = msgspec.structs.replace(budget, clock=clock, deadline=given)
             other = _answer(narrower, job, failed, within, Speed(options.seconds, clock, options.params.blocks))
             if other.period < found.period:
-                return msgspec.structs.replace(other, schedule=_claiming(other.schedule, found.schedule))
+                return msgspec.structs.replace(other, schedule=_claiming_as(other.schedule, found.schedule))
     return found
 
 
-def _claiming(schedule: Schedule, other: Schedule) -> Schedule:
+def _claiming_as(schedule: Schedule, other: Schedule) -> Schedule:
     """The schedule with the bound of another one, and the costs of layers that it counts."""
     ticks = ratio(schedule.tick_seconds, other.tick_seconds)
     told = other.times.of_layers
@@ -317,8 +317,8 @@ def _claiming(schedule: Schedule, other: Schedule) -> Schedule:
         told = msgspec.structs.replace(told, per_tick=(Fraction(*told.per_tick) * ticks).as_integer_ratio(),
                                        per_unit=(Fraction(*told.per_unit) * units).as_integer_ratio())
     times = msgspec.structs.replace(schedule.times, of_layers=told)
-    return msgspec.structs.replace(schedule, times=times).with_bound(
-        math.floor(other.lower_bound_ticks / ticks), other.scope)
+    return claiming(msgspec.structs.replace(schedule, times=times), Bound(other.lower_bound_ticks, other.scope),
+                    other.tick_seconds)
 
 
 def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,

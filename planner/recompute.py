@@ -21,8 +21,6 @@ from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
 
 AUTO = "auto"
-SHARE = 0.2
-"""Of the time limit, to choose in."""
 
 
 class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +58,7 @@ def choose_recomputation(job: Job, options: PlanOptions, clock: Clock | None = N
                        "`slipstream profile` measures it")
     clock = clock or options.clock()
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=()).within(
-        SHARE * options.seconds / (2 * job.depth + 1))
+        options.params.blocks.recomputed_share * options.seconds / (2 * job.depth + 1))
     one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
                   memory=replace(job.memory, capacity_of=()))
     periods: dict[tuple[int, ...], float | None] = {}

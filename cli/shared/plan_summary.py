@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares
-from slipstream.planner.alternatives import MORE_MEMORY, Alternative
 from slipstream.planner.job.file import Job
 from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
-from slipstream.planner.report import Transition, pays_after_iterations
+from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
 from slipstream.schedules.layers import joined_ranges, short
 
 NARROW = 0.01

@@ -357,14 +357,11 @@ def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 
 def _times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
     per = "virtual stage" if virtual != stages else "stage"
+    ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
-        forward=table.numbers("forward", virtual, per) * chains,
-        backward_input=table.numbers("backward_input", virtual, per) * chains,
-        backward_weight=table.numbers("backward_weight", virtual, per) * chains,
-        optimizer=table.numbers("optimizer", virtual, per, 0.0) * chains,
-        all_reduce=table.numbers("all_reduce", virtual, per, 0.0) * chains,
-        transfer=table.number("transfer", 0.0),
-        slow=_slow(table, pipelines, stages))
+        **{key: table.numbers(key, virtual, per) * chains for key in ops},
+        **{key: table.numbers(key, virtual, per, 0.0) * chains for key in closing},
+        transfer=table.number("transfer", 0.0), slow=_slow(table, pipelines, stages))
     table.finish()
     if not any(times.forward + times.backward_input + times.backward_weight):
         raise JobError("time: every op takes 0 seconds; expected some stage whose forward or backward takes longer")
@@ -406,11 +403,9 @@ def _memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) 
     memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
                          activation=table.numbers("activation", virtual, per, 1.0) * chains,
                          weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains,
-                         weights=table.numbers("weights", virtual, per) * chains if table.known("weights") else (),
                          unit_bytes=table.number("unit_bytes", 1.0),
-                         recomputed=table.numbers("recomputed", virtual, per) * chains
-                         if table.known("recomputed") else (),
-                         state=table.numbers("state", virtual, per) * chains if table.known("state") else (),
+                         **{key: table.numbers(key, virtual, per) * chains for key in ("weights", "recomputed", "state")
+                            if table.known(key)},
                          capacity_of=_by_worker(table, "capacity_of", pipelines, stages))
     table.finish()
     return memory

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -34,11 +34,9 @@ def replicas_of(problem: Problem, *, anew: bool = False) -> list[Replica]:
     A pipeline that lost nobody and has nobody slow keeps its stages, unless all are cut `anew`. Those that are come
     first. Raises LookupError when no replica of all workers can hold all layers.
     """
-    by_pipeline: dict[int, list[Worker]] = {}
-    for worker in problem.live:
-        by_pipeline.setdefault(worker.pipeline, []).append(worker)
-    replicas, pool = [], []
-    for workers in sorted(by_pipeline.values(), key=len):
+    replicas: list[Replica] = []
+    pool: list[Worker] = []
+    for workers in sorted(filter(None, problem.live_of), key=len):
         if not anew and _keeps(problem, workers):
             replicas.append(Replica(tuple(_along(workers)), cut=False))
         elif _holds_all(problem, workers):
@@ -92,13 +90,13 @@ def _ranges(problem: Problem, columns: Sequence[int], rates: Sequence[float],
     """Layers of each column whose work its live workers do within the limit, from the first column on."""
     ranges, layer = [], 0
     for column, rate in zip(columns, rates, strict=True):
-        first, work, tail = layer, 0, 0
+        first, work, closing = layer, 0, 0
         room = min((problem.workers[worker].room for worker in problem.live if worker.column == column), default=0)
         while layer < problem.grid.layer_count:
             work += problem.costs.work[layer] * problem.grid.total_microbatches
-            tail += problem.costs.closing[layer]
+            closing += problem.costs.closing[layer]
             room -= problem.costs.weights[layer] + problem.costs.most[layer]
-            if not rate or work / rate + tail > limit or room < 0:
+            if not rate or work / rate + closing > limit or room < 0:
                 break
             layer += 1
         ranges.append((first, layer))
@@ -251,10 +249,10 @@ def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Itera
         yield from _fixed(problem)
         return
     size = problem.grid.total_microbatches * len(problem.paths[0])
-    grouped = _Grouped(problem, params)
+    groups = cache(lambda: tuple(groups_of(problem, params)))
 
     def recut(**how: Any) -> Callable[[], Layout | None]:
-        return partial(grouped, partial(_recut, params=params, **how))
+        return lambda: by_groups(problem, groups(), partial(_recut, params=params, **how))
 
     def fits(parts: int, most: float = math.inf) -> bool:
         return problem.question.sliced and size * parts <= min(largest_fine, most)
@@ -278,18 +276,6 @@ def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Itera
     if fits(params.parts):  # they take longest to list, so others come first
         yield recut(anywhere=True, parts=params.parts)
         yield recut(spread=False, parts=params.parts)
-
-
-class _Grouped:
-    """Makes layouts of a problem group by group; the groups are found once."""
-
-    def __init__(self, problem: Problem, params: LayoutParams) -> None:
-        self._problem, self._params = problem, params
-        self._groups: tuple[tuple[int, ...], ...] = ()
-
-    def __call__(self, make: Callable[[Problem], Layout | None]) -> Layout | None:
-        self._groups = self._groups or tuple(groups_of(self._problem, self._params))
-        return by_groups(self._problem, self._groups, make)
 
 
 def _require_layers(problem: Problem) -> None:

@@ -19,6 +19,7 @@ none. So the replicas fall into small sets that share no micro-batch, most of th
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -27,7 +28,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from slipstream.planner.model.bounds import ticks_of_work, work_bound
-from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop, evenly
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
@@ -43,12 +44,6 @@ class Replica(NamedTuple):
     workers: tuple[Worker, ...]
     cut: bool
     """Whether its layers are cut anew; else its workers keep the stages they hold."""
-
-
-def load_ticks(problem: Problem, worker: Worker, workload: Workload) -> int:
-    """A worker's load: its compute ops at its speed, then all-reduce and optimizer of the layers it holds."""
-    compute = sum(problem.costs.work[layer] * count for layer, count in workload.items())
-    return -(-compute * problem.slowness(worker) // 1000) + sum(problem.costs.closing[layer] for layer in workload)
 
 
 def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
@@ -234,12 +229,12 @@ class Divider:
         return all(self._kept_ticks(replica, position, counts[0]) <= limit for position in range(len(replica.workers)))
 
     def _kept_ticks(self, replica: Replica, position: int, count: int) -> int:
-        """The load of a worker that keeps its layers, and its least idle time."""
+        """The load of a worker that keeps its layers (its ops at its speed, closing ones), and its least idle time."""
         problem, worker = self._problem, replica.workers[position]
-        held = problem.layers_held(worker)
+        compute = count * sum(problem.costs.work[layer] for layer in problem.layers_held(worker))
         idle = 0 if len(problem.workers[worker].holds) > 1 else fill_idle(
             problem, worker, len(replica.workers) - 1 - position)(*problem.workers[worker].holds[0], count)
-        return load_ticks(problem, worker, dict.fromkeys(held, count)) + idle
+        return -(-compute * problem.slowness(worker) // 1000) + problem.closing(worker) + idle
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
         """What each replica that is cut anew takes of the rest."""
@@ -255,15 +250,10 @@ class Divider:
         for index, replica in enumerate(self._replicas):
             if not replica.cut:
                 continue
-            low, high = 0, min(count - 1, len(left))
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._fits(replica, _profile(count, whole[index], left[:middle]), limit):
-                    low = middle
-                else:
-                    high = middle - 1
-            slices += _slices(sorted(left[:low]), index, None)
-            left = left[low:]
+            most = bisect_left(range(1, min(count - 1, len(left)) + 1), True, key=lambda some: not self._fits(
+                replica, _profile(count, whole[index], left[:some]), limit))
+            slices += _slices(sorted(left[:most]), index, None)
+            left = left[most:]
         return slices
 
     def _free(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
@@ -434,7 +424,7 @@ def _names(problem: Problem, replicas: Sequence[Replica],
     for pipeline, count in enumerate(problem.grid.microbatches):
         batches = [MicroBatch(pipeline, number) for number in range(count)]
         stay = min(count, division.whole[of_pipeline[pipeline]]) if pipeline in of_pipeline else 0
-        leaving = {(2 * step + 1) * count // (2 * (count - stay)) for step in range(count - stay)}
+        leaving = evenly(count - stay, count)
         rest += [batch for batch in batches if batch.microbatch in leaving]
         if stay:
             own[of_pipeline[pipeline]] = [batch for batch in batches if batch.microbatch not in leaving]

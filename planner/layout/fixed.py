@@ -5,12 +5,11 @@ while that lives and has time. What it has no time for goes to other holders: wh
 for one, and the rest in slices, as in `planner.layout.division`.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from slipstream.planner.layout.division import least_limit, stops_of
-from slipstream.planner.model.problem import Layout, MicroBatch, Part, Problem, parts_of
-from slipstream.schedules.layers import LayerRange
+from slipstream.planner.model.problem import Layout, MicroBatch, Part, Problem, evenly, parts_of
 from slipstream.schedules.schedule import Worker
 
 
@@ -36,7 +35,7 @@ class _Sharing:
     """Shares the work of every part among its holders, for a given longest load."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
-        self._problem, self._sliced = problem, sliced
+        self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
         self._parts = sorted(parts_of(problem), key=lambda part: (len(part.holders), part.layers))
         self._closing = {worker: problem.closing(worker) for worker in problem.live}
 
@@ -68,8 +67,7 @@ class _Sharing:
             whole = self._ticks(part.layers, worker)
             stay = min(len(batches), free[worker] // whole if whole else len(batches))
             free[worker] -= stay * whole
-            gone = len(batches) - stay
-            leaving = {(2 * step + 1) * len(batches) // (2 * gone) for step in range(gone)}
+            leaving = evenly(len(batches) - stay, len(batches))
             for index, batch in enumerate(batches):
                 if index in leaving:
                     away.append(batch)
@@ -100,18 +98,14 @@ class _Sharing:
             where[waiting.pop(0)].update(dict.fromkeys(range(*part.layers), worker))
         if not self._sliced:
             return not waiting
-        cells = [(batch, layer) for batch in waiting for layer in range(*part.layers)]
-        at = 0
+        tasks = deque((batch, layer) for batch in waiting for layer in range(*part.layers))
         for worker in part.holders:
-            while at < len(cells):
-                ticks = self._ticks((cells[at][1], cells[at][1] + 1), worker)
+            while tasks:
+                batch, layer = tasks[0]
+                ticks = self._ticks((layer, layer + 1), worker)
                 if ticks > free[worker]:
                     break
                 free[worker] -= ticks
-                where[cells[at][0]][cells[at][1]] = worker
-                at += 1
-        return at == len(cells)
-
-    def _ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Ticks of F, I and W of these layers on a worker: each op of a slice is rounded up by itself."""
-        return self._problem.slice_ticks(layers, worker)
+                where[batch][layer] = worker
+                tasks.popleft()
+        return not tasks

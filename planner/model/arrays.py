@@ -38,7 +38,7 @@ class ProblemArrays:
         """The worker of each row."""
         self.group = ints([problem.group(worker) for worker in self.workers])
         """[row]"""
-        self.tail = ints([problem.tail(worker) for worker in self.workers])
+        self.after_group = ints([problem.after_group(worker) for worker in self.workers])
         """[row] ticks from the end of its group to that of its window"""
         self.reductions = reductions_of(problem)
         self.ops = self._ops()
@@ -56,18 +56,21 @@ class ProblemArrays:
         return other
 
     @cached_property
+    def row_of(self) -> Mapping[Worker, int]:
+        """The row of each live worker."""
+        return {worker: row for row, worker in enumerate(self.workers)}
+
+    @cached_property
     def home(self) -> Ints:
         """[unit] the row of the worker of its own pipeline that holds its stage; -1 where that is down."""
-        row_of = {worker: row for row, worker in enumerate(self.workers)}
-        return ints([row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
+        return ints([self.row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
 
     def _ops(self) -> "Ops":
         from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
 
         problem, kinds = self.problem, len(self.problem.kinds)
         number = ints([unit.slice for unit in self.units])
-        row_of = {worker: row for row, worker in enumerate(self.workers)}
-        worker = ints([row_of[self.hosts[unit]] for unit in self.units])
+        worker = ints([self.row_of[self.hosts[unit]] for unit in self.units])
         position, length = _places(problem)
         predecessors, successors = _arcs(problem, position, length, worker)
         # Routes of different lengths are compared by layers.
@@ -110,7 +113,7 @@ class ProblemArrays:
 
 
 def reductions_of(problem: Problem) -> "Reductions":
-    """Of a problem in which groups share some; of others none, as they are part of `Problem.tail`."""
+    """Of a problem in which groups share some; of others none, as they are part of `Problem.after_group`."""
     from slipstream.planner.kernel import Reductions
 
     given = problem.reductions if problem.linking else ()

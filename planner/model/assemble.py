@@ -1,10 +1,12 @@
 """From decisions to a schedule: solved pieces are put in their places, all-reduces and optimizer steps added."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from slipstream.planner.job.layers import ratio
 from slipstream.planner.model import start_times
 from slipstream.planner.model.arrays import Ints, ProblemArrays
 from slipstream.planner.model.decompose import Piece, undivided
@@ -50,7 +52,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     periods = [start_times.period(one.arrays, one.start) for one in timed]
     least = max(periods)
     longest = timed[periods.index(least)]
-    own = start_times.group_ends(longest.arrays, longest.start)
+    own = start_times.group_ends((longest.arrays, longest.start))
     common = ends([one.shifted(one.start.min()) for one in timed])
     choices += [start_times.late_ends(longest.arrays, choice).tolist()
                 for choice in (np.where(own > start_times.NEVER, own, common), common)]
@@ -69,7 +71,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
 
 def ends(timed: Sequence[TimedPiece]) -> list[int]:
     """When the last compute op of each group ends."""
-    latest: list[int] = start_times.common_ends([(one.arrays, one.start) for one in timed]).tolist()
+    latest: list[int] = start_times.group_ends(*((one.arrays, one.start) for one in timed)).tolist()
     return latest
 
 
@@ -104,6 +106,11 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
                     backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
                     seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=bound.ticks,
                     status="optimal" if ticks <= bound.ticks else "feasible", method=method, bound_scope=bound.scope)
+
+
+def claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
+    """The schedule with another bound, in ticks of so many seconds; it is rounded down."""
+    return schedule.with_bound(math.floor(bound.ticks * ratio(tick_seconds, schedule.tick_seconds)), bound.scope)
 
 
 def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
@@ -180,11 +187,12 @@ def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[
     """Seats sorted by worker, each distinct program once, in the order of their first use."""
     index: dict[Program, int] = {}
     known: dict[int, int] = {}
-    seats = []
+    seats, usual = [], problem.grid.held_by_column
     for worker, program in sorted(programs.items()):
         if id(program) not in known:
             known[id(program)] = index.setdefault(program, len(index))
-        seats.append(Seat(worker, worker, known[id(program)], problem.elsewhere(worker)))
+        held = problem.workers[worker].holds
+        seats.append(Seat(worker, worker, known[id(program)], None if held == usual[worker.column] else held))
     return tuple(seats), tuple(index)
 
 

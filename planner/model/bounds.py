@@ -10,7 +10,7 @@ ticks, so neither are the bounds.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
@@ -86,18 +86,18 @@ def _reach(problem: Problem, stage: int) -> int:
 
 
 def column_work(problem: Problem, columns: Sequence[int]) -> Fraction:
-    """All work of some columns at the rates of all their live workers, with the shortest of their tails."""
+    """All work of some columns at the rates of all their live workers, with the shortest of their closings."""
     work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in problem.grid.stages_of(column))
     slowness = (problem.workers[Worker(pipeline, column)].per_mille for column in columns
                 for pipeline in problem.live_by_column[column])
-    return ticks_of_work(work, slowness) + min(map(problem.column_tail, columns))
+    return ticks_of_work(work, slowness) + min(map(problem.column_closing, columns))
 
 
 def _own_work(problem: Problem, column: int) -> Fraction:
     """The most that a live worker of a column takes for the micro-batches of its own pipeline."""
     stages, counts, grid = problem.grid.stages_of(column), problem.grid.microbatches, problem.grid
-    return Fraction(problem.column_tail(column) + max(
+    return Fraction(problem.column_closing(column) + max(
         sum(problem.cost(kind, stage, Worker(pipeline, column)) * len(range(stage // grid.depth, counts[pipeline],
                                                                             grid.chains))
             for stage in stages for kind in problem.kinds) for pipeline in problem.live_by_column[column]))
@@ -251,7 +251,7 @@ def _window(problem: Problem, stage: int) -> Fraction:
         return sum(number * _most(shares, ticks) for shares, number in kinds.items()) >= total
 
     least = bisect_left(range(max(shares.window(total) for shares in kinds)), True, key=enough)
-    return Fraction(least, problem.parts_of(stage)) + problem.column_tail(problem.column_of[stage])
+    return Fraction(least, problem.parts_of(stage)) + problem.column_closing(problem.column_of[stage])
 
 
 def window_bound(problem: Problem, column: int) -> int:
@@ -282,7 +282,7 @@ def _crowded(problem: Problem, stage: int) -> Fraction:
             return in_time * _most(shares, ticks) + (holders - in_time) * _most(late, ticks) >= total
 
         best = max(best, bisect_left(range(late.window(total)), True, key=enough))
-    return Fraction(best) + problem.column_tail(problem.column_of[stage])
+    return Fraction(best) + problem.column_closing(problem.column_of[stage])
 
 
 def _most(shares: Shares, ticks: int) -> int:
@@ -316,9 +316,9 @@ def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fr
     last = Fraction(0)
     if problem.backward == "split" and stage and problem.parts_of(0):
         last = Fraction(problem.fastest(OpKind.W, 0), problem.parts_of(0))
-    tail = problem.column_tail(problem.column_of[0])
+    closing = problem.column_closing(problem.column_of[0])
     return Fraction(shares.inside(count), shares.parts) + there[stage] + back[stage] + last + (
-        tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
+        closing if problem.optimizer == "staggered" else max(closing, *problem.times.optimizer))
 
 
 # --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------
@@ -358,8 +358,7 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     tell whether it is possible at all.
     """
     grid = problem.grid
-    own = not (problem.failed or problem.slow or problem.sharing or problem.assigned)
-    if not own or grid.chains > 1 or grid.columns < len(grid.stages):
+    if problem.failed or problem.slow or problem.sharing or grid.chains > 1 or grid.columns < len(grid.stages):
         return None
     count, stages = max(grid.microbatches), range(grid.columns)
     shares = [_shares(problem, stage, problem.worker(stage, 0), 1) for stage in stages]
@@ -375,7 +374,7 @@ def whole_fill(problem: Problem) -> WholeFill | None:
 
 def _beside_fill(problem: Problem, stage: int, shares: Shares, count: int) -> int:
     """The least period of a worker of this stage without the time it idles before its first I."""
-    window = shares.window(count) + problem.column_tail(problem.column_of[stage])
+    window = shares.window(count) + problem.column_closing(problem.column_of[stage])
     if problem.optimizer == "synchronous":
         window += _reach(problem, stage)
     return max(window, math.ceil(_way_through(problem, stage, shares, count))) - shares.fill(count)
@@ -419,9 +418,9 @@ def least_of(below: Problem) -> Bound:
 def work_bound(problem: Problem) -> int:
     """No schedule has a shorter period than this many ticks, whoever holds what.
 
-    A worker that runs any op holds a layer, so that of a period T at least the all-reduce and the optimizer step of one
-    layer are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - tail) / s of the
-    usual work. The sum over all live workers is at least the work of an iteration.
+    A worker that runs any op holds a layer, so that of a period T at least C, the all-reduce and the optimizer step of
+    one layer, are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - C) / s of
+    the usual work. The sum over all live workers is at least the work of an iteration.
     """
     work = sum(problem.costs.work) * problem.grid.total_microbatches
     return min(problem.costs.closing) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
@@ -451,12 +450,12 @@ def any_layers_bound(problem: Problem) -> int:
     if not unit:
         return 0
     most = [total * work for work in accumulate(sorted(problem.costs.work, reverse=True))]
-    tails = list(accumulate(sorted(problem.costs.closing)))
+    closings = list(accumulate(sorted(problem.costs.closing)))
     kinds = Counter(map(problem.slowness, problem.live))
 
     def enough(limit: int) -> bool:
-        return sum(count * max(min(work, max(0, limit - tail) * 1000 // (slow * unit) * unit)
-                               for work, tail in zip(most, tails, strict=True))
+        return sum(count * max(min(work, max(0, limit - closing) * 1000 // (slow * unit) * unit)
+                               for work, closing in zip(most, closings, strict=True))
                    for slow, count in kinds.items()) >= most[-1]
 
     return bisect_left(range(4 * problem.ample_ticks), True, key=enough)
@@ -469,11 +468,8 @@ def fixed_bound(problem: Problem) -> int:
     for the all-reduces and optimizer steps of all they hold, and for what they idle by lack of memory (`fill_ticks`).
     Without slices, nobody runs a part of a micro-batch: see `whole_bound`.
     """
-    def unavailable(worker: Worker) -> int:
-        return problem.closing(worker) + fill_ticks(problem, worker)
-
     parts = list(parts_of(problem))
-    idle = {worker: unavailable(worker) for worker in problem.live}
+    idle = {worker: problem.closing(worker) + fill_ticks(problem, worker) for worker in problem.live}
     best = 0
     for first in range(len(parts)):
         holders: set[Worker] = set()
@@ -481,14 +477,15 @@ def fixed_bound(problem: Problem) -> int:
         for part in parts[first:]:
             holders.update(part.holders)
             work += sum(problem.costs.work[layer] for layer in range(*part.layers)) * problem.grid.total_microbatches
-            best = max(best, _least(problem, sorted(holders), work, idle.__getitem__))
+            best = max(best, _least(problem, holders, work, idle))
     return best if problem.question.sliced else max(best, whole_bound(problem))
 
 
 def whole_bound(problem: Problem) -> int:
     """A bound where a micro-batch is not cut within a part: each holder runs a whole number of them.
 
-    A holder of a part that needs t ticks for one of its micro-batches runs at most floor((T - tail) / t) in a period T.
+    A holder of a part, of which C ticks are its closing ones and t those for a micro-batch, runs at most
+    floor((T - C) / t) in a period T.
     """
     best = 0
     for part in parts_of(problem):
@@ -496,8 +493,8 @@ def whole_bound(problem: Problem) -> int:
         kinds = Counter((problem.closing(worker), problem.slowness(worker)) for worker in part.holders)
 
         def enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
-            return not work or sum(count * (max(0, limit - tail) * 1000 // (work * slow))
-                                   for (tail, slow), count in kinds.items()) >= problem.grid.total_microbatches
+            return not work or sum(count * (max(0, limit - closing) * 1000 // (work * slow))
+                                   for (closing, slow), count in kinds.items()) >= problem.grid.total_microbatches
 
         best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=enough))
     return best
@@ -529,9 +526,9 @@ def fill_ticks(problem: Problem, worker: Worker) -> int:
     return max(0, trip - int(room * rate) - rounding - 1)
 
 
-def _least(problem: Problem, workers: Sequence[Worker], work: int, unavailable: Callable[[Worker], int]) -> int:
+def _least(problem: Problem, workers: Iterable[Worker], work: int, unavailable: Mapping[Worker, int]) -> int:
     """The least T with which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
-    kinds = Counter((problem.slowness(worker), unavailable(worker)) for worker in workers)
+    kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def enough(limit: int) -> bool:
         return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work

@@ -11,16 +11,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from slipstream.planner.model.problem import MicroBatch, Problem, Visit
+from slipstream.planner.params import DEFAULTS, PieceParams
 from slipstream.schedules.graph import joined
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline
-
-LARGEST_GROUP = 60_000
-"""Compute ops of a group up to which it is given more healthy pipelines than it needs."""
-
-SHEDDING, LARGEST_SHEDDING = 3, 6_000
-"""How many times as many healthy pipelines it is given where their micro-batches may be handed on, too, and compute ops
-of a group up to which it is."""
 
 Dead = Mapping[int, Columns]
 """The columns in which each broken pipeline has no worker."""
@@ -47,7 +41,7 @@ def undivided(problem: Problem) -> Piece:
     return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
 
 
-def decompose(problem: Problem) -> tuple[Piece, ...]:
+def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
     """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
 
     Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
@@ -66,7 +60,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
     if len(set(problem.grid.microbatches)) > 1:
         return (whole,)
-    groups = _groups(problem, dead)
+    groups = _groups(problem, dead, params)
     helped = {pipeline for group in groups for pipeline in group}
     rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
     if len(groups) == 1 and len(rest) < 2:
@@ -87,7 +81,7 @@ def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
     return Piece(problem=part_of(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
 
 
-def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
+def _groups(problem: Problem, dead: Dead, params: PieceParams) -> list[list[int]]:
     """Broken pipelines with healthy ones as peers, as many groups as there are healthy pipelines for."""
     spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
@@ -97,10 +91,10 @@ def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
         if count == 1 or sum(needs) <= len(spare):
             break
     if count == 1:
-        needs = [min(len(spare), max(needs[0], _peers_wanted(problem, dead, parts[0])))]
+        needs = [min(len(spare), max(needs[0], _peers_wanted(problem, dead, parts[0], params)))]
     else:
         more = (len(spare) - sum(needs)) // count
-        needs = [max(need, min(need + more, _peers_wanted(problem, dead, part)))
+        needs = [max(need, min(need + more, _peers_wanted(problem, dead, part, params)))
                  for need, part in zip(needs, parts, strict=True)]
     groups = []
     for need, part in zip(needs, parts, strict=True):
@@ -144,13 +138,14 @@ def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
     return need
 
 
-def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
+def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int], params: PieceParams) -> int:
     """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
     ops = count * problem.grid.depth * len(problem.kinds)
-    enough = min(down * count, LARGEST_GROUP // ops)
-    return max(enough, min(SHEDDING * down * count, LARGEST_SHEDDING // ops)) if problem.shedding else enough
+    enough = min(down * count, params.largest // ops)
+    shedding = min(params.shedding * down * count, params.largest_shedding // ops)
+    return max(enough, shedding) if problem.shedding else enough
 
 
 def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:

@@ -290,8 +290,13 @@ def held_problem(*, grid: Grid, times: Times, memory: Memory | None, holds: Mapp
     `others`: the other fields of a problem. Workers that `holds` does not name are down.
     """
     groups = tuple(sorted(set(holds.values())))
-    return Problem(grid=grid, times=times, memory=memory, workers=live_workers(grid, times, memory, holds),
-                   groups=groups, reductions=reductions_of(grid, groups), routes=routes_in_place(grid), **others)
+    before = memory.weights_before if memory and memory.weights else ()
+    own = [total(before, held) if before else 0 for held in grid.held_by_column]
+    workers = {worker: LiveWorker(  # their room is what they have beside their own stages, and the weights of these
+        per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED if memory is None else
+        memory.beside(worker, worker.column) + own[worker.column]) for worker, held in sorted(holds.items())}
+    return Problem(grid=grid, times=times, memory=memory, workers=workers, groups=groups,
+                   reductions=reductions_of(grid, groups), routes=routes_in_place(grid), **others)
 
 
 @lru_cache(maxsize=8)
@@ -303,17 +308,6 @@ def routes_in_place(grid: Grid) -> Mapping[MicroBatch, tuple[Visit, ...]]:
                   for chain in range(grid.chains)]
         routes |= {MicroBatch(pipeline, number): chains[number % grid.chains] for number in range(count)}
     return routes
-
-
-def live_workers(grid: Grid, times: Times, memory: Memory | None,
-                 holds: Mapping[Worker, Held]) -> dict[Worker, LiveWorker]:
-    """Those that `holds` names, sorted. Their room is what they have beside their own stages, and the weights of these.
-    """
-    before = memory.weights_before if memory and memory.weights else ()
-    own = [total(before, held) if before else 0 for held in grid.held_by_column]
-    return {worker: LiveWorker(per_mille=times.per_mille_of.get(worker, 1000), holds=held, room=UNLIMITED
-                               if memory is None else memory.beside(worker, worker.column) + own[worker.column])
-            for worker, held in sorted(holds.items())}
 
 
 def in_place(grid: Grid, failed: Sequence[Worker]) -> dict[Worker, Held]:

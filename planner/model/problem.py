@@ -152,6 +152,11 @@ Route = tuple[Stop, ...]
 """Its layers tile 0..L-1 in order."""
 
 
+def evenly(some: int, count: int) -> set[int]:
+    """So many of the numbers below a count, in equal steps."""
+    return {(2 * step + 1) * count // (2 * some) for step in range(some)}
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """What an order in time is then searched for."""
 
@@ -226,8 +231,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
-    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others;
-    where `assigned`, none."""
+    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others.
+    """
     shedding: bool = False
     """Without sharing: of a stage that has lost a worker, live ones may hand on micro-batches of their own, too."""
     parts: tuple[int, ...] = ()
@@ -240,7 +245,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The slices that each micro-batch passes, in order; in place, the stages of its chain on workers of its pipeline,
     which may be down."""
     assigned: bool = False
-    """Whether the routes say who runs what, as those of layouts that were made do. In place, that is to be chosen."""
+    """Whether the routes say who runs what, as those of layouts that were made do: then all holders share. In place,
+    that is to be chosen."""
     question: Question = IN_PLACE
     """Of a problem that layouts are made for."""
     costs: LayerTicks = LayerTicks()
@@ -331,12 +337,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.sharing and not self.assigned and (self.slow or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """The workers that may run this slice of this pipeline's micro-batches; () where only those on the routes may.
-        """
+        """The workers that may run this slice of this pipeline's micro-batches."""
         if self.sharing:
             return self.holders[slice_]
-        if self.assigned:
-            return ()
         own = self.worker(slice_, pipeline)
         short = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
         return self.holders[slice_] if short or own in self.failed else (own,)
@@ -488,7 +491,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         return self.linking and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
-    def tail(self, worker: Worker) -> int:
+    def after_group(self, worker: Worker) -> int:
         """Ticks from the end of a live worker's group to that of its window: the optimizer step.
 
         Where no groups share reductions, which then end with their compute ops, its reductions besides.
@@ -501,18 +504,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.reductions if group in groups)
                      for group in range(len(self.groups)))
 
-    def elsewhere(self, worker: Worker) -> tuple[LayerRange, ...] | None:
-        """The layers that a live worker holds; None where they are those of its column."""
-        held = self.workers[worker].holds
-        return None if held == self.grid.held_by_column[worker.column] else held
-
     @property
     def longest_step(self) -> int:
         """Ticks of the longest optimizer step."""
         return max(map(self.step, self.workers))
 
-    def column_tail(self, column: int) -> int:
-        """`tail` of a worker that holds the stages of its column."""
+    def column_closing(self, column: int) -> int:
+        """`after_group` of a worker that holds the stages of its column."""
         return sum(self.times.all_reduce[stage] for stage in self.grid.stages_of(column)) + self.times.optimizer[column]
 
     def units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:

@@ -34,21 +34,19 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
     loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
-def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """[group] when the last compute op of its workers ends; interleaved, when the last of its reductions begins."""
-    if arrays.problem.interleaved:
-        return _last_reductions(arrays, reduction_begins([(arrays, start)]))
-    last = np.full(len(arrays.workers), start.min())
-    np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
-    return _ends(arrays, last)
+def group_ends(*timed: tuple[ProblemArrays, Ints]) -> Ints:
+    """[group] when the last compute op of its workers ends; interleaved, when the last of its reductions begins.
 
-
-def common_ends(timed: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
-    """`group_ends` of several pieces on one clock, each with its start ticks."""
-    arrays = timed[0][0]
-    if arrays.problem.interleaved:
-        return _last_reductions(arrays, reduction_begins(timed))
-    latest: Ints = np.max([group_ends(*one) for one in timed], axis=0)
+    In pieces on one clock, each with its start ticks.
+    """
+    found = []
+    for arrays, start in timed:
+        if arrays.problem.interleaved:
+            return _last_reductions(arrays, reduction_begins(timed))
+        last = np.full(len(arrays.workers), start.min())
+        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
+        found.append(_ends(arrays, last))
+    latest: Ints = np.max(found, axis=0)
     return latest
 
 
@@ -115,13 +113,13 @@ def period(arrays: ProblemArrays, start: Ints, ends: Sequence[int] | Ints | None
     """The period in ticks that start times give; `ends`: those of the groups where other pieces count, too."""
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period(arrays, first, group_ends(arrays, start) if ends is None else np.asarray(ends))
+    return _period(arrays, first, group_ends((arrays, start)) if ends is None else np.asarray(ends))
 
 
 def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
     """`first`: [worker] when it begins, if it runs anything."""
     done = ends if arrays.problem.interleaved else reduced(arrays, ends)[1]
-    closing = done[arrays.group] + arrays.tail
+    closing = done[arrays.group] + arrays.after_group
     if arrays.problem.optimizer == "synchronous":
         last = max(closing.max(), ends.max() + arrays.problem.longest_step)
         return int(last - first.min())
@@ -137,9 +135,9 @@ def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
     sharers, ticks, *_ = arrays.reductions
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.longest_step
     loops().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
-    last = max((done[arrays.group] + arrays.tail).max(), ends.max() + step)
+    last = max((done[arrays.group] + arrays.after_group).max(), ends.max() + step)
     allowed = np.full_like(ends, last)
-    allowed[arrays.group] = last - arrays.tail
+    allowed[arrays.group] = last - arrays.after_group
     late = allowed.copy()
     loops().put_off(sharers, ticks, turn, late)
     late = np.minimum(late, last - step)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.planner.budget import Budget, Tally
@@ -38,9 +39,9 @@ from slipstream.planner.kernel import (
 )
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
 from slipstream.planner.model.problem import Problem, Solution
-from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends
+from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends, solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
-from slipstream.planner.search.incumbent import Annealed
+from slipstream.planner.search.incumbent import Incumbent
 
 # --- From a problem and a plan to the kernel's arrays -----------------------------------------------------------------
 
@@ -87,7 +88,7 @@ def _instance(arrays: ProblemArrays) -> Instance:
         group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
         sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
         between=arrays.reductions.between,
-        tail=_tails(arrays),
+        tail=_after_group(arrays),
         pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
         capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
         holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
@@ -112,17 +113,17 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
                  begin=_zeros(len(arrays.reductions.sharers)), turn=_zeros(len(arrays.reductions.sharers)))
 
 
-def _tails(arrays: ProblemArrays) -> Ints:
+def _after_group(arrays: ProblemArrays) -> Ints:
     """For each worker, ticks from the end of its group to that of its window.
 
     Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
     """
     problem = arrays.problem
     if problem.optimizer == "staggered" or problem.linking:
-        return arrays.tail
-    tails = np.full(len(problem.linked), problem.longest_step)
-    np.maximum.at(tails, arrays.group, arrays.tail)
-    return tails[arrays.group]
+        return arrays.after_group
+    last = np.full(len(problem.linked), problem.longest_step)
+    np.maximum.at(last, arrays.group, arrays.after_group)
+    return last[arrays.group]
 
 
 def _members(arrays: ProblemArrays) -> Ints:
@@ -135,18 +136,16 @@ def _members(arrays: ProblemArrays) -> Ints:
 
 def _hosts(arrays: ProblemArrays) -> Ints:
     """[slice, number] the workers that may run it."""
-    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
-    return padded([[row_of[worker] for worker in holders] for holders in arrays.problem.holders])
+    return padded([[arrays.row_of[worker] for worker in holders] for holders in arrays.problem.holders])
 
 
 def _costs(arrays: ProblemArrays) -> Ints:
     """[kind, slice, worker] ticks of an op; 0 where it cannot run."""
     problem = arrays.problem
     cost = np.zeros((len(problem.kinds), len(problem.layers_of), len(arrays.workers)), dtype=np.int64)
-    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
     for number, holders in enumerate(problem.holders):
         for worker in holders:
-            cost[:, number, row_of[worker]] = [problem.cost(kind, number, worker) for kind in problem.kinds]
+            cost[:, number, arrays.row_of[worker]] = [problem.cost(kind, number, worker) for kind in problem.kinds]
     return cost
 
 
@@ -203,7 +202,7 @@ class AnnealingChain:
         """As the plan keeps them; synchronous: so that all windows end together, at 0."""
         chain = self._chain
         if self._problem.interleaved:
-            ends = group_ends(self._arrays, self._arrays.starts(solution))
+            ends = group_ends((self._arrays, self._arrays.starts(solution)))
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
             keep_ends(chain.instance, chain.state)
             return
@@ -215,7 +214,7 @@ class AnnealingChain:
         chain.state.deadline[:] = chain.state.end
         if self._problem.linking:
             chain.state.deadline[:] = ends_before_last(
-                self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
+                self._arrays, group_ends((self._arrays, self._arrays.starts(solution))))
 
     def _begin(self) -> None:
         """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
@@ -374,17 +373,15 @@ TELL_SECONDS, TELL_SHARE = 0.5, 0.1
 long as some rounds."""
 
 
-def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
-                  params: AnnealingParams = DEFAULTS.annealing, cycles: int | None = None,
-                  tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
-    """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
+def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
+                  cycles: int | None = None, tell: Callable[[Incumbent], None] = lambda _: None) -> Incumbent:
+    """With a solution of each piece that is no worse, after some cooling cycles of every critical piece.
 
-    Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
-    `tell` gets better ones now and then.
+    Ends at the budget's end (`cycles` None: only then), or at the bound. `tell` gets better ones now and then.
     """
-    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed, params)
-                      for problem, solution in zip(problems, solutions, strict=True)])
-    clock = budget.clock
+    goal, clock = known.bound.ticks, budget.clock
+    pieces = _Pieces(known, [_PieceChains(piece.problem, solution, goal, budget.seed, params)
+                             for piece, solution in zip(known.pieces, known.solutions, strict=True)])
     start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(CHAINS - 1) as others:
@@ -471,8 +468,8 @@ class _Pieces:
     another one is annealed, which must be able to rely on them.
     """
 
-    def __init__(self, pieces: list[_PieceChains]) -> None:
-        self._pieces = pieces
+    def __init__(self, known: Incumbent, pieces: list[_PieceChains]) -> None:
+        self._known, self._pieces = known, pieces
         self.rounds = 0
         """Of annealing, of any piece."""
         self._annealed: list[_PieceChains] = []
@@ -540,11 +537,15 @@ class _Pieces:
                 for name, (tried, _, better) in chain.operators.items():
                     tally.add(f"annealing: {name}", tried, better)
 
-    def result(self) -> Annealed:
-        """The best plans found."""
+    def result(self) -> Incumbent:
+        """The best plans found, on one clock."""
         ranked = sorted(self._pieces, key=lambda piece: -piece.period)
         deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
-        stale = 1 - last.better / last.rounds if last.rounds else 0.0
-        return Annealed([piece.best.solution() for piece in self._pieces], deadlines,
-                        sum(chain.steps for chain in last.chains), stale, last.cycles)
+        solutions = [piece.best.solution() for piece in self._pieces]
+        periods = [solution_period(piece.problem, solution)
+                   for piece, solution in zip(self._known.pieces, solutions, strict=True)]
+        return msgspec.structs.replace(
+            self._known.with_solutions(solutions, periods, deadlines), cycles=last.cycles,
+            orders=sum(chain.steps for chain in last.chains),
+            stale=1 - last.better / last.rounds if last.rounds else 0.0)

@@ -10,6 +10,7 @@ from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.model.problem import Problem, Solution, Unit
 from slipstream.planner.model.start_times import solution_period
+from slipstream.planner.params import DEFAULTS, CpSatParams
 from slipstream.schedules.precedence import OpKey, waits
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -167,13 +168,13 @@ class Constraints:
             model.add(variables.first[column] <= start)
             model.add(variables.last[column] >= variables.end[key])
         for column in range(problem.grid.columns):
-            tail = problem.column_tail(column)
+            closing = problem.column_closing(column)
             if problem.tied[column] != column:
                 model.add(variables.last[column] == variables.last[problem.tied[column]])
             if problem.optimizer == "staggered":
-                model.add(variables.period >= variables.last[column] - variables.first[column] + tail)
+                model.add(variables.period >= variables.last[column] - variables.first[column] + closing)
             else:
-                model.add(variables.period >= variables.last[column] + tail)
+                model.add(variables.period >= variables.last[column] + closing)
                 slowest = max(problem.times.optimizer)
                 model.add(variables.period >= variables.last[column] + slowest)
 
@@ -197,22 +198,15 @@ class Constraints:
 
 
 POLL_SECONDS = 0.05
-SMALL_MODEL = 1000
-"""Compute ops up to which linear relaxations pay."""
-
 
 PROVED = "what CP-SAT proved"
 """What its bounds count."""
 
 
-def _unheard(period: int) -> None:
-    """Reports nothing."""
-
-
 class _OnSolution(cp_model.CpSolverSolutionCallback):
     """Reports the period, in ticks, of every better plan while the solver runs."""
 
-    def __init__(self, progress: Callable[[int], None] = _unheard) -> None:
+    def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
         self._progress = progress
 
@@ -221,8 +215,8 @@ class _OnSolution(cp_model.CpSolverSolutionCallback):
         self._progress(round(self.objective_value))
 
 
-def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget,
-            progress: Callable[[int], None]) -> tuple[Solution, int, int]:
+def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budget, progress: Callable[[int], None],
+            params: CpSatParams = DEFAULTS.cp_sat) -> tuple[Solution, int, int]:
     """Search for a smaller period within the budget, starting from `hint`: (solution, its period, the bound proven).
 
     The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
@@ -232,8 +226,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     before = solution_period(problem, hint)
     model, variables = _model(problem, lower_bound, before)
     _give_hint(model, problem, variables, hint, before)
-    solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
-    status = _solve(solver, model, _OnSolution(progress), budget)
+    solver, status = _solve(model, variables, budget, params, _OnSolution(progress))
     if status == cp_model.UNKNOWN:
         return hint, before, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -245,11 +238,10 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     return found, after, min(bound, after)
 
 
-def excludes(problem: Problem, period: int, budget: Budget) -> bool:
+def excludes(problem: Problem, period: int, budget: Budget, params: CpSatParams = DEFAULTS.cp_sat) -> bool:
     """Whether it is proven within the budget that no plan has a shorter period."""
     model, variables = _model(problem, 0, period - 1)
-    solver = _solver(budget, small=len(variables.start) <= SMALL_MODEL)
-    return _solve(solver, model, _OnSolution(), budget) == cp_model.INFEASIBLE
+    return _solve(model, variables, budget, params)[1] == cp_model.INFEASIBLE
 
 
 def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpModel, Variables]:
@@ -263,9 +255,17 @@ def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpMo
     return model, variables
 
 
-def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, on_solution: _OnSolution,
-           budget: Budget) -> cp_model.CpSolverStatus:
-    """Run the solver beside this thread, so that the search can be ended in good order."""
+def _solve(model: cp_model.CpModel, variables: Variables, budget: Budget, params: CpSatParams,
+           on_solution: _OnSolution | None = None) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+    """Run a solver beside this thread, so that the search can be ended in good order."""
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    for name, limit in budget.clock.solver_limits(budget.seconds).items():
+        setattr(parameters, name, limit)
+    parameters.catch_sigint_signal = False
+    parameters.random_seed = budget.seed
+    parameters.num_workers = 1
+    parameters.linearization_level = 2 if len(variables.start) <= params.largest_relaxed else 0
     with ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, on_solution)
         while not running.done():
@@ -274,7 +274,7 @@ def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, on_solution: _OnS
                 solver.stop_search()  # again and again: it is lost on a search that has not quite begun
         status = running.result()
     budget.clock.count(solver.deterministic_time / SOLVER_UNITS_PER_STEP)
-    return status
+    return solver, status
 
 
 def _horizon(problem: Problem, period: int) -> int:
@@ -311,20 +311,6 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         model.add_hint(variables.first[column], first[column])
         model.add_hint(variables.last[column], last[tied])
     model.add_hint(variables.period, period)
-
-
-def _solver(budget: Budget, *, small: bool) -> cp_model.CpSolver:
-    solver = cp_model.CpSolver()
-    parameters = solver.parameters
-    for name, limit in budget.clock.solver_limits(budget.seconds).items():
-        setattr(parameters, name, limit)
-    parameters.catch_sigint_signal = False
-    parameters.random_seed = budget.seed
-    parameters.num_workers = 1
-    # Linear relaxations prove small models optimal a third sooner; in large ones their cuts overrun the time limit by
-    # seconds and prove nothing (measured: the worked example; 8 pipelines x 8 stages x 16 micro-batches).
-    parameters.linearization_level = 2 if small else 0
-    return solver
 
 
 def _read(problem: Problem, variables: Variables, solver: cp_model.CpSolver) -> Solution:

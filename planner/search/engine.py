@@ -19,8 +19,16 @@ from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
 from slipstream.planner.model.problem import Bound, NoPlanError, Problem, Solution
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.improve import anneal, improve, list_schedules, provable
-from slipstream.planner.search.incumbent import Incumbent, Proposals, divided, evidence
+from slipstream.planner.search.incumbent import (
+    Incumbent,
+    Proposals,
+    anneal,
+    divided,
+    evidence,
+    improve,
+    list_schedules,
+    provable,
+)
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
@@ -55,13 +63,13 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
     proposals = given if isinstance(given, Proposals) else Proposals(first=given)
     if method in BASELINES:
         assert proposals.first is not None, "what others run is defined for layers in place"
-        return _baseline(proposals.first, method, params.blocks.largest_baseline)
+        return _baseline(proposals.first, method, params)
     return _Engine(proposals, budget, params, greedy=method == "greedy").best()
 
 
-def _baseline(problem: Problem, method: Method, largest: int) -> Solved:
-    divide = not problem.failed or problem.operations > largest
-    pieces = decompose(problem) if divide else (undivided(problem),)
+def _baseline(problem: Problem, method: Method, params: SearchParams) -> Solved:
+    divide = not problem.failed or problem.operations > params.blocks.largest_baseline
+    pieces = decompose(problem, params.pieces) if divide else (undivided(problem),)
     return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
                   ran=method)
 
@@ -78,8 +86,8 @@ class _Engine:
     def best(self) -> Solved:
         """The best of all. Raises NoPlanError where there is none."""
         budget, several, proposals = self._budget, self._several, self._proposals
-        first = None if proposals.first is None else divided(proposals.first, proposals.bound,
-                                                             shedding=not self._greedy)
+        first = None if proposals.first is None else divided(
+            proposals.first, proposals.bound, shedding=not self._greedy, params=self._params.pieces)
         blocks = self._params.blocks
         if first is not None:
             after = min(blocks.finish_share * budget.seconds, blocks.finish_seconds * first.operations)
@@ -87,7 +95,8 @@ class _Engine:
         share = self._layouts.share if several else self._params.lists.share
         lists = budget if self._greedy else budget.share(share)
         if first is not None:
-            self._add(first, lists.share(self._first_share))
+            beside = self._layouts.first_share_move if proposals.moving else self._layouts.first_share_fixed
+            self._add(first, lists.share(beside if several else 1.0))
         if several:
             self._add_layouts(lists)
         if not self._found:
@@ -113,13 +122,6 @@ class _Engine:
     @property
     def _best(self) -> Incumbent:
         return min(self._found, key=lambda known: known.rank)
-
-    @property
-    def _first_share(self) -> float:
-        """Of the time for list schedules, what the problem with layers in place has."""
-        if not self._several:
-            return 1.0
-        return self._layouts.first_share_move if self._proposals.moving else self._layouts.first_share_fixed
 
     # --- Propose, and order each ---
 

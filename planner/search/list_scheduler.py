@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from slipstream.planner.loops import loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
-from slipstream.planner.model.problem import UNLIMITED, Problem, Solution, Unit
+from slipstream.planner.model.problem import UNLIMITED, Problem, Solution, Unit, evenly
 from slipstream.planner.model.start_times import timed
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -74,8 +74,7 @@ def _by_speed(problem: Problem) -> dict[Unit, Worker]:
         free = _counts(price, {host: len(own[host]) for host in price}, sum(map(len, own.values())))
         shed: list[Unit] = []
         for pipeline, units in own.items():
-            gone = len(units) - min(len(units), free.get(pipeline, 0))
-            leaving = {(2 * step + 1) * len(units) // (2 * gone) for step in range(gone)}
+            leaving = evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
             shed += [unit for index, unit in enumerate(units) if index in leaving]
             stay = [unit for index, unit in enumerate(units) if index not in leaving]
             hosts.update(dict.fromkeys(stay, problem.worker(stage, pipeline)))
@@ -168,7 +167,7 @@ Rerouted = Literal["in turn", "first", "last"]
 STEPS = 64
 """In which places in the turn of micro-batches are told apart, to one of a micro-batch."""
 RANKS_KEPT = 32
-"""Turns of micro-batches that are kept: neighbours of a rule share them, but walks come by thousands."""
+"""Turns of micro-batches that are kept: neighbours of a rule share them, but random steps come by thousands."""
 Floats = NDArray[np.float64]
 
 

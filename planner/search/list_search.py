@@ -252,14 +252,15 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
     problem = best.problem
-    schedulers, exchanging, over = _Schedulers(best), _can_exchange(problem), False
+    schedulers: list[ListScheduler | None] = []
+    exchanging, over = _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.assigned:
         others = itertools.takewhile(lambda _: best.found is None, others)
     tried: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem, params), others):
-        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule, TRIED_RULES)):
+        if (scheduler := _scheduler(best, schedulers, index)) and (one := best.offer(scheduler, rule, TRIED_RULES)):
             tried.append(one)
         if over := best.over or (exchanging and best.spent > params.grid_share):
             break
@@ -271,29 +272,17 @@ def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     return sorted(tried, key=lambda one: one.period)[:params.starts]
 
 
-class _Schedulers:
-    """A list scheduler for each assignment rule, made when it is asked for: a first plan needs but one."""
-
-    def __init__(self, best: _Best) -> None:
-        self._best, self._problem = best, best.problem
-        self._made: list[ListScheduler | None] = []
-
-    def get(self, index: int) -> ListScheduler | None:
-        """The scheduler of an assignment rule; None where an earlier rule gives the same assignment."""
-        while index >= len(self._made):
-            self._made.append(self._new(len(self._made)))
-        return self._made[index]
-
-    def _new(self, index: int) -> ListScheduler | None:
-        problem, rule = self._problem, ASSIGNMENT_RULES[index]
-        if index and (problem.assigned or (not problem.failed and rule != "by-speed")):
-            return None
-        if rule == "by-speed" and not problem.unequal_time:
-            return None
-        hosts = assign(self._problem, ASSIGNMENT_RULES[index])
-        if any(hosts == made.arrays.hosts for made in self._made if made):
-            return None
-        return self._best.scheduler(ProblemArrays(self._problem, hosts))
+def _scheduler(best: _Best, made: list[ListScheduler | None], index: int) -> ListScheduler | None:
+    """That of an assignment rule; None where an earlier rule gives the same assignment. It is made when it is asked
+    for: a first plan needs but one. `made` are those of the first rules.
+    """
+    problem = best.problem
+    for rule in ASSIGNMENT_RULES[len(made):index + 1]:
+        gives = problem.unequal_time if rule == "by-speed" else not made or (problem.failed and not problem.assigned)
+        hosts = assign(problem, rule) if gives else {}
+        known = not hosts or any(hosts == one.arrays.hosts for one in made if one)
+        made.append(None if known else best.scheduler(ProblemArrays(problem, hosts)))
+    return made[index]
 
 
 def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, steps: int, params: ListParams) -> None:

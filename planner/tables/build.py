@@ -297,7 +297,7 @@ class EntryPlanner:
     def _settled(self, task: EntryTask) -> Schedule:
         """For a number of failures, of the roles that seem the best to leave vacant: where they are matters little."""
         job, windows = self._while_alive(task.slow)
-        failed = task.failed or next(iter(candidates(job, windows, task.failures)), None)
+        failed = task.failed or next(iter(candidates(job, windows, task.failures, self._options.params.roles)), None)
         if failed is None:
             raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
         return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule

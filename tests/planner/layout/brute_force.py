@@ -22,14 +22,15 @@ def optimal_period_of_any_layout(backward: Sequence[int], forward: Sequence[int]
     for choice in itertools.product(range(workers), repeat=len(units)):
         host = dict(zip(units, choice, strict=True))
         held = {worker: {layer for (layer, _), one in host.items() if one == worker} for worker in set(choice)}
-        tail = {worker: sum(steps[layer] for layer in of) for worker, of in held.items()}
-        least = max(tail[worker] + sum(cost[kind, *unit] for kind in "FB" for unit in units if host[unit] == worker)
+        closing = {worker: sum(steps[layer] for layer in of) for worker, of in held.items()}
+        least = max(closing[worker] + sum(cost[kind, *unit] for kind in "FB" for unit in units if host[unit] == worker)
                     for worker in held)
         if len(held) == 1 or least >= best:
             continue
         orders = [_orders([unit for unit in units if host[unit] == worker]) for worker in held]
         for sequences in itertools.product(*orders):
-            while least < best and _possible(sequences, list(held), host, held, tail, cost, transfer, best - 1, layers):
+            while least < best and _possible(sequences, list(held), host, held, closing, cost, transfer, best - 1,
+                                             layers):
                 best -= 1
     return best
 
@@ -43,7 +44,7 @@ def _orders(units: Sequence[tuple[int, int]]) -> list[list[Op]]:
     return found
 
 
-def _possible(sequences, workers, host, held, tail, cost, transfer, period, layers) -> bool:
+def _possible(sequences, workers, host, held, closing, cost, transfer, period, layers) -> bool:
     """Whether start times exist: longest paths over `start[b] >= start[a] + weight`, no circle of which may grow."""
     edges = []
     of_layer = defaultdict(list)
@@ -60,7 +61,7 @@ def _possible(sequences, workers, host, held, tail, cost, transfer, period, laye
             edges.append((before, op, cost[before] + hop))
     for worker, sequence in zip(workers, sequences, strict=True):
         edges += [(a, b, cost[a]) for a, b in itertools.pairwise(sequence)]
-        edges += [(op, sequence[0], cost[op] + tail[worker] - period) for layer in held[worker]
+        edges += [(op, sequence[0], cost[op] + closing[worker] - period) for layer in held[worker]
                   for op in of_layer[layer]]
     start = dict.fromkeys(cost, 0)
     for _ in range(len(start) + 1):

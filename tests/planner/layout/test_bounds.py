@@ -9,6 +9,7 @@ from slipstream.planner.model.bounds import fill_ticks, period_bound, whole_boun
 from slipstream.planner.model.from_job import build_problem, layered_problem
 from slipstream.planner.model.problem import Question
 from slipstream.schedules.schedule import Worker
+from tests.jobs import grid
 from tests.planner.layout.layouts import problem
 from tests.planner.search.brute_force import optimal_period
 
@@ -51,6 +52,16 @@ def test_fill_bound_is_met():
     given_problem = layered_problem(job)
     assert fill_ticks(given_problem, Worker(0, 0)) == 4 + 4 + 5 + 4 - 4 - 1  # a tick for rounding
     assert optimal_period(build_problem(job)) == period_bound(given_problem).ticks + 1
+
+
+@pytest.mark.parametrize(("activation", "capacity"), [(100, 100), (0, 0)])
+def test_bounds_are_reckoned_in_whole_numbers(activation, capacity):
+    """29 ticks for 100 units of memory, of which there are 100, are 28.999999999999996 in floating point."""
+    job = grid(1, 2, 1, times="forward = [29, 0]\nbackward_input = [1, 0]\nbackward_weight = [1, 0]\n",
+               more=f"[memory]\ncapacity = {capacity}\nactivation = {activation}\n")
+    for layers in ("fixed", "move"):
+        assert period_bound(layered_problem(job, question=Question(layers=layers))).ticks <= 31
+    assert optimal_period(build_problem(job)) == 31
 
 
 def test_somebody_runs_one_layer_of_a_micro_batch_more_than_the_mean():

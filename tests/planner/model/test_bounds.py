@@ -79,7 +79,7 @@ def test_one_list_schedule_meets_the_bound_at_published_settings(model, stages, 
     period = scheduler.period(DispatchRule(fill_wait=wait, lookahead=float(room == 1)))
     assert period == lower_bound(problem)
     solved = solve(problem, "greedy", Budget.of_steps(12_000_000))
-    assert solved.bound.ticks == period == max(problem.tail(worker) + _end(solved, worker)
+    assert solved.bound.ticks == period == max(problem.after_group(worker) + _end(solved, worker)
                                                      for worker in problem.live)
 
 

@@ -16,7 +16,7 @@ def optimal_period(problem: Problem) -> int:
     units = list(problem.units())
     best = sum(max(problem.cost(kind, unit.slice, host) for host in problem.hosts(unit.slice, unit.pipeline))
                for unit in units for kind in problem.kinds)
-    best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, problem.live))
+    best += 2 * len(units) * problem.times.transfer + sum(map(problem.after_group, problem.live))
     choices = [dict(zip(units, choice, strict=True)) for choice in
                itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units))]
     for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
@@ -45,7 +45,7 @@ def _busiest(problem: Problem, hosts) -> int:
 def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:
     """What a worker does in any order: no window of its is shorter."""
     work = sum(problem.cost(kind, unit.slice, worker) for unit in held for kind in problem.kinds)
-    return work + problem.tail(worker) if held else 0
+    return work + problem.after_group(worker) if held else 0
 
 
 def _orders(problem: Problem, worker: Worker, units: list[Unit]):
@@ -124,12 +124,12 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
 def _window(problem, hosts, sequence, ends, column, period):
     """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
     if problem.optimizer == "staggered":
-        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_tail(column) - period)
+        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_closing(column) - period)
                 for op in ends[problem.tied[column]]]
     found = []
     for other, ops in ends.items():
-        tail = max(problem.column_tail(other), max(problem.times.optimizer))
-        found += [(op, "begin", _cost(problem, hosts, op) + tail - period) for op in ops]
+        closing = max(problem.column_closing(other), max(problem.times.optimizer))
+        found += [(op, "begin", _cost(problem, hosts, op) + closing - period) for op in ops]
     return found
 
 
