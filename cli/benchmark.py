@@ -2,6 +2,7 @@
 
 import json as jsonlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ from slipstream.cli.fleet import (
     run_case,
 )
 from slipstream.cli.shared.console import err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import is_there, require_writable, write_or_refuse
+from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
 from slipstream.cli.shared.planning import compile_planner
 
@@ -103,16 +104,14 @@ def _earlier(path: Path) -> Report:
         return Report()
     try:
         return read_report(path)
-    except ValueError as error:
+    except EntryError as error:
         refuse(f"--add: {error}")
 
 
-def _known(given: list[str] | None, known: object, option: str) -> list[str]:
-    names = list(known)  # type: ignore[call-overload]
+def _known(given: list[str] | None, known: Collection[str], option: str) -> list[str]:
     for name in given or ():
-        if name not in names:
-            refuse(f"{option} {name}: expected one of {', '.join(names)}{near(name, names)}")
-    return [name for name in names if not given or name in given]
+        require_choice(option, name, known)
+    return [name for name in known if not given or name in given]
 
 
 def _entry(name: str) -> Table | type[Policy]:

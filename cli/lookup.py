@@ -1,20 +1,19 @@
 """`slipstream lookup`: looks up the schedule of a table for the workers that are down."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import typer
 
-from slipstream.cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
+from slipstream.cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import (
     encoded_or_refuse,
     failed_workers,
-    is_there,
     parse_workers,
     require_writable,
+    table_or_refuse,
     write_or_refuse,
 )
 from slipstream.cli.shared.options import Failed, FailedNode, Json, OutFile
@@ -29,7 +28,7 @@ from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.pattern import dead_column
-from slipstream.schedules.tables.table import Table, library, library_names
+from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
 """Time limit of planning for failures that are not in the table."""
@@ -56,11 +55,8 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)
-    with suppress(OSError):  # opening it gives the reason
-        if folder.is_file():
-            refuse(f"{folder}: a file; expected the folder of a table, as `slipstream table` writes it")
+    table = table_or_refuse(folder)
     try:
-        table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
         if failed_node:
             down = failed_workers(_job(table), failed, failed_node)
         answer = _look_up(table, down, settled=settled) or _plan(table, down, settled=settled)
@@ -79,12 +75,6 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     _print(answer, table)
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
-
-
-def _missing(folder: Path) -> NoReturn:
-    known = library_names()
-    hint = near(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
-    refuse(f"{folder}: no such folder or table{hint}")
 
 
 def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer | None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from slipstream.cli.shared.console import duration, err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import is_there, require_writable, write_or_refuse
+from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
 from slipstream.planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
@@ -162,10 +162,8 @@ def _finish(text: str, path: Path, json: bool) -> None:
 def _preset(name: str, *, shard_optimizer: bool) -> str:
     if shard_optimizer and name in preset_names() and name not in ESTIMATED:
         refuse(f"--shard-optimizer: the preset {name} is no estimate; {' and '.join(ESTIMATED)} are")
-    try:
-        return preset(name, shard_optimizer=shard_optimizer)
-    except KeyError:
-        refuse(f"--preset {name}: expected one of {', '.join(preset_names())}{near(name, preset_names())}")
+    require_choice("--preset", name, preset_names())
+    return preset(name, shard_optimizer=shard_optimizer)
 
 
 def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,

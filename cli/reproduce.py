@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from slipstream.cli.fleet import FIGURES, Figure
-from slipstream.cli.shared.console import err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import require_writable, write_or_refuse
+from slipstream.cli.shared.console import err, out, print_json, refuse
+from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import checking_interrupts
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.planning import compile_planner
@@ -28,8 +28,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
 
     What is not published, such as numbers of micro-batches, is varied and shown as a band.
     """
-    if name not in FIGURES:
-        refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}{near(name, FIGURES)}")
+    require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _drawing_function()
     try:

@@ -48,8 +48,15 @@ from slipstream.cli.fleet import (
     single,
     throughputs_over_traces,
 )
-from slipstream.cli.shared.console import answer_no, err, near, out, print_json, refuse
-from slipstream.cli.shared.inputs import failed_workers, is_there, read_job_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.console import answer_no, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import (
+    failed_workers,
+    read_job_or_refuse,
+    require_choice,
+    require_writable,
+    table_or_refuse,
+    write_or_refuse,
+)
 from slipstream.cli.shared.interrupts import checking_interrupts
 from slipstream.cli.shared.options import ANSWER, JobFile, Json
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
@@ -58,8 +65,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.schedule import Worker
-from slipstream.schedules.tables.file import TableError
-from slipstream.schedules.tables.table import Table, library
+from slipstream.schedules.tables.table import Table
 
 DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
 FAILURES, FOLLOWED = "The failures", "The policies"
@@ -138,7 +144,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
                             fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
-    known, first = None if table is None else _table(table), make(seed)
+    known, first = None if table is None else table_or_refuse(table, "--table: "), make(seed)
     if wanted.time.slow:
         err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
     costs = costs_for(parameters, wanted.stages)
@@ -204,8 +210,7 @@ def _died(job: Job, dead: Sequence[Worker], days: float, gpus: int) -> Availabil
 
 def _policies(names: list[str] | None) -> list[type[Policy]]:
     for name in names or ():
-        if name not in POLICIES:
-            refuse(f"--policy {name}: expected one of {', '.join(POLICIES)}{near(name, POLICIES)}")
+        require_choice("--policy", name, POLICIES)
     return [POLICIES[name] for name in POLICIES if not names or name in names]
 
 
@@ -247,8 +252,7 @@ def _read(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
 
 
 def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
-    if preset not in FAILURE_MODELS:
-        refuse(f"--preset {preset}: expected one of {', '.join(FAILURE_MODELS)}{near(preset, FAILURE_MODELS)}")
+    require_choice("--preset", preset, FAILURE_MODELS)
     if mtbf is None:
         return FAILURE_MODELS[preset]
     return single(mtbf * gpus, (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times "
@@ -264,13 +268,6 @@ def _tokens(job: Job) -> int | None:
     """Tokens in a sample, as far as the job says."""
     given = job.model.get("context")
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
-
-
-def _table(folder: Path) -> Table:
-    try:
-        return Table.load(folder if is_there(folder) else library(str(folder)) or folder)
-    except TableError as error:
-        refuse(f"--table: {error}")
 
 
 def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,

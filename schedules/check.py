@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from slipstream.schedules.equal import equal_groups
+from slipstream.schedules.equal import equal_sets
 from slipstream.schedules.graph import programs_of, require_acyclic
 from slipstream.schedules.layers import joined_ranges, layers_text
 from slipstream.schedules.memory import memory_profile, room
@@ -53,7 +53,7 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
         """The pipelines to look at: one group of each set that behaves the same."""
-        return tuple(sorted(pipeline for group in equal_groups(self.schedule) for pipeline in group))
+        return tuple(sorted(pipeline for equal in equal_sets(self.schedule) for pipeline in equal[0]))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:

@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
+from slipstream.schedules.graph import as_early
 from slipstream.schedules.precedence import op_key, producers
 from slipstream.schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, period_ticks
 
@@ -22,7 +23,7 @@ def forwards_of(schedule: Schedule) -> Schedule:
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
-    quickest = min(_listed(schedule, planned), _as_trained(schedule, planned), key=_length)
+    quickest = min(_listed(schedule, planned), list(as_early(schedule, planned).values()), key=_length)
     moved: dict[Worker, list[Op]] = {seat.worker: [] for seat in schedule.seats}
     for op in quickest:
         moved[op.worker].append(op)
@@ -38,20 +39,6 @@ def _length(ops: Iterable[Op]) -> tuple[int, int]:
     """Ticks until all are done, and the period of many such in a row."""
     ops = list(ops)
     return max((op.end_ticks for op in ops), default=0), period_ticks(ops)
-
-
-def _as_trained(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
-    """Each worker's forwards in the order in which it trains, as early as they can run."""
-    free: dict[Worker, int] = defaultdict(int)
-    done: dict[object, Op] = {}
-    for op in planned:
-        assert op.pipeline is not None and op.microbatch is not None
-        start, key = free[op.worker], op_key(op)
-        for before in (done[one] for one in producers(key, schedule.path(op.pipeline, op.microbatch))):
-            start = max(start, before.end_ticks + (schedule.times.transfer if before.worker != op.worker else 0))
-        placed = replace(op, start_ticks=start, end_ticks=start + op.end_ticks - op.start_ticks)
-        free[op.worker], done[key] = placed.end_ticks, placed
-    return list(done.values())
 
 
 def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:

@@ -12,6 +12,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from slipstream.schedules.layers import layers_text
 from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
@@ -191,6 +193,19 @@ def _deadlock(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
 
 def _planned(node: Node) -> tuple[int, str]:
     return (node.start_ticks, "") if isinstance(node, Op) else (0, str(node))
+
+
+def as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
+    """Compute ops, each as early as its worker and those that it waits for let it begin; these come before it."""
+    free: dict[Worker, int] = defaultdict(int)
+    placed: dict[OpKey, Op] = {}
+    for op in ops:
+        begin, key = free[op.worker], op_key(op)
+        for before in (placed[one] for one in producers(key, schedule.path(key[2], key[3])) if one in placed):
+            begin = max(begin, before.end_ticks + (schedule.times.transfer if before.worker != op.worker else 0))
+        placed[key] = replace(op, start_ticks=begin, end_ticks=begin + op.end_ticks - op.start_ticks)
+        free[op.worker] = placed[key].end_ticks
+    return placed
 
 
 def joined(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

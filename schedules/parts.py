@@ -13,9 +13,9 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from slipstream.schedules.graph import groups, programs_of, topological_order, transfers
+from slipstream.schedules.graph import as_early, groups, programs_of, topological_order, transfers
 from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.precedence import OpKey, Tensor, consumers, op_key, producers
+from slipstream.schedules.precedence import OpKey, Tensor, consumers
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
@@ -180,8 +180,9 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
     places = _places(schedule, seats)
     if len(pipelines) == 1:
-        earliest = _earliest(schedule, programs_of(schedule, pipelines))
-        places = {key: made._replace(start_ticks=earliest[key]) for key, made in places.items()}
+        order = topological_order(schedule, programs_of(schedule, pipelines))
+        early = as_early(schedule, (op for op in order if isinstance(op, Op) and op.kind in COMPUTE_KINDS))
+        places = {key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()}
     found = _numbered(schedule, places, sorted(places, key=places.__getitem__))
     if not _can_be_followed(found):
         found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
@@ -271,22 +272,6 @@ def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
                 way = path.index(key[1])
                 found[key] = _Made(op.start_ticks, way if op.kind is OpKind.F else 2 * len(path) - way, place, worker)
     return found
-
-
-def _earliest(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Mapping[OpKey, int]:
-    """When each compute op begins, in ticks, where none is later than its worker and what it waits for make it."""
-    begins: dict[OpKey, int] = {}
-    ends: dict[OpKey, tuple[int, Worker]] = {}
-    free: dict[Worker, int] = defaultdict(int)
-    for op in topological_order(schedule, programs):
-        if isinstance(op, Op) and op.kind in COMPUTE_KINDS:
-            key, worker = op_key(op), op.worker
-            came = [end + (schedule.times.transfer if other != worker else 0) for end, other in (
-                ends[before] for before in producers(key, schedule.path(key[2], key[3])) if before in ends)]
-            begins[key] = max([free[worker], *came])
-            free[worker] = begins[key] + op.end_ticks - op.start_ticks
-            ends[key] = free[worker], worker
-    return begins
 
 
 def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -27,6 +27,20 @@ class NoScheduleError(RuntimeError):
     """No schedule can be had for what is asked. The message is one line, or empty where failures end the run."""
 
 
+# --- Ranges of numbers, which reading a file checks -------------------------------------------------------------------
+
+
+MAX_WORKERS = 2**17
+MAX_MICROBATCHES = 2**16
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A time, or an amount of memory: whole numbers that a double still has."""
+TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
+Ratio = tuple[Annotated[int, msgspec.Meta(ge=1, le=2**53)], Annotated[int, msgspec.Meta(ge=1, le=2**53)]]
+"""A numerator and a denominator."""
+
+
 # --- The shape of a job: workers, virtual stages and their layers -----------------------------------------------------
 
 
@@ -36,8 +50,8 @@ class Worker(NamedTuple):
     Without virtual stages the column is the stage. Written `pipeline.column`, e.g. `1.2`.
     """
 
-    pipeline: int
-    column: int
+    pipeline: Natural
+    column: Natural
 
     def __str__(self) -> str:
         return f"{self.pipeline}.{self.column}"
@@ -54,7 +68,7 @@ class Worker(NamedTuple):
 class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
 
-    column: int
+    column: Natural
     layers: LayerRange | None = None
 
 
@@ -67,12 +81,12 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     they hold the same layers, and their gradients are reduced together.
     """
 
-    pipelines: int
-    columns: int
-    microbatches: tuple[int, ...]
+    pipelines: Count
+    columns: Count
+    microbatches: tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)], ...]
     """Micro-batches per iteration, one number a pipeline."""
     stages: tuple[VirtualStage, ...]
-    chains: int = 1
+    chains: Count = 1
     """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
 
     @property
@@ -181,10 +195,10 @@ class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """
 
     kind: OpKind
-    slice: int | None
-    microbatch: int | None
-    start_ticks: int
-    pipeline: int | None = None
+    slice: Natural | None
+    microbatch: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)] | None
+    start_ticks: Ticks
+    pipeline: Natural | None = None
 
 
 Program = tuple[ProgramOp, ...]
@@ -195,7 +209,7 @@ class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
     worker: Worker
     role: Worker
-    program: int
+    program: Natural
     holds: tuple[LayerRange, ...] | None = None
     """The layers it holds: ascending ranges that do not touch. None: those of its role's stages."""
 
@@ -229,7 +243,7 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     """A worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
 
     worker: Worker
-    per_mille: int
+    per_mille: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 
 
 class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,30 +253,30 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     of its memory, as fractions (numerator, denominator).
     """
 
-    per_tick: tuple[int, int] = (1, 1)
-    per_unit: tuple[int, int] = (1, 1)
-    forward: tuple[int, ...]
-    backward_input: tuple[int, ...]
-    backward_weight: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    all_reduce: tuple[int, ...]
-    activation: tuple[int, ...]
+    per_tick: Ratio = (1, 1)
+    per_unit: Ratio = (1, 1)
+    forward: tuple[Ticks, ...]
+    backward_input: tuple[Ticks, ...]
+    backward_weight: tuple[Ticks, ...]
+    optimizer: tuple[Ticks, ...]
+    all_reduce: tuple[Ticks, ...]
+    activation: tuple[Ticks, ...]
     """0 where memory is unlimited; so are the next."""
-    weight_stash: tuple[int, ...]
-    weights: tuple[int, ...]
+    weight_stash: tuple[Ticks, ...]
+    weights: tuple[Ticks, ...]
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
 
-    forward: tuple[int, ...]
-    backward_input: tuple[int, ...]
-    backward_weight: tuple[int, ...]
-    all_reduce: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    transfer: int
+    forward: tuple[Ticks, ...]
+    backward_input: tuple[Ticks, ...]
+    backward_weight: tuple[Ticks, ...]
+    all_reduce: tuple[Ticks, ...]
+    optimizer: tuple[Ticks, ...]
+    transfer: Ticks
     slow: tuple[Slow, ...] = ()
-    optimizer_of_layer: tuple[int, ...] = ()
+    optimizer_of_layer: tuple[Ticks, ...] = ()
     """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """A file has this key only where the bound is one for layouts, too."""
@@ -310,20 +324,20 @@ class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     """A worker that has another capacity than its column."""
 
     worker: Worker
-    capacity: int
+    capacity: Ticks
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Room on a worker, in multiples of `unit`."""
 
-    unit: float
-    capacity: tuple[int, ...]
+    unit: Annotated[float, msgspec.Meta(ge=1e-300, le=1e300)]
+    capacity: tuple[Ticks, ...]
     """One a column: what a worker has for activations beside the layers of its own stages."""
-    activation: tuple[int, ...]
+    activation: tuple[Ticks, ...]
     """One a slice, stages first: held from F start to I end, per micro-batch."""
-    weight_stash: tuple[int, ...]
+    weight_stash: tuple[Ticks, ...]
     """One a slice, stages first: held from I end to W end, per micro-batch."""
-    weights: tuple[int, ...] = ()
+    weights: tuple[Ticks, ...] = ()
     """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
     """Workers that have another one; a file has this key only where there are any."""
@@ -388,7 +402,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One iteration of every live worker. Repeats every `period_ticks`; its rules are those of `schedules.check`."""
 
     job: str
-    tick_seconds: float
+    tick_seconds: TickSeconds
     grid: Grid
     slices: tuple[LayerRange, ...] = ()
     """Slices beyond the stages, all different."""
@@ -401,8 +415,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seats: tuple[Seat, ...]
     """Every live worker, sorted."""
     programs: tuple[Program, ...]
-    period_ticks: int
-    lower_bound_ticks: int
+    period_ticks: Ticks
+    lower_bound_ticks: Ticks
     """Proven: no schedule has a smaller period, of those that `scope` tells."""
     status: Status
     method: str
@@ -589,6 +603,14 @@ def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
                 times.duration_ticks(op.kind, op.slice, worker)
         pipeline = None if op.microbatch is None else own if op.pipeline is None else op.pipeline
         yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + cost[key])
+
+
+def renamed(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
+    """A program with the pipelines of its re-routed micro-batches renumbered. The same object where none changes."""
+    if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
+        return program
+    return tuple(op if op.pipeline is None else
+                 ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
 
 
 def period_ticks(ops: Iterable[Op]) -> int:

@@ -45,13 +45,10 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     reductions of gradients; without, torch adds them. Raises TorchCsvError where torch's runtime cannot run it.
     """
     _require_expressible(schedule, pipeline)
-    roles = [Worker(pipeline, column) for column in range(schedule.grid.columns)]
-    workers = [schedule.player_of[role] for role in roles]
-    rows = [[str(action) for action in _compute(schedule.ops(worker))] for worker in workers]
-    if communication:
-        programs = programs_of(schedule, [pipeline])
-        crossing = transfers(schedule, programs)
-        rows = [list(_with_communication(programs[worker], crossing, worker, schedule.grid)) for worker in workers]
+    programs = programs_of(schedule, [pipeline])
+    crossing = transfers(schedule, programs) if communication else None
+    workers = (schedule.player_of[Worker(pipeline, column)] for column in range(schedule.grid.columns))
+    rows = (list(_row(programs[worker], crossing, worker, schedule.grid)) for worker in workers)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -120,22 +117,18 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
                             f"along the same stages: {MEND}")
 
 
-def _compute(ops: Sequence[Op]) -> Iterator[Action]:
-    for op in ops:
-        if op.kind in COMPUTE_KINDS:
-            kind, stage, _, microbatch = op_key(op)
-            yield Action(kind, stage, microbatch)
+def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid) -> Iterator[str]:
+    """Each receive before the op that needs it, each send after the op that made it, all in the common order.
 
-
-def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, grid: Grid) -> Iterator[str]:
-    """Each receive before the op that needs it, each send after the op that made it, all in the common order."""
-    for step in with_transfers(ops, crossing, worker, lambda _, microbatch: grid.path(microbatch)):
+    `crossing` None: neither these nor reductions.
+    """
+    for step in with_transfers(ops, crossing or (), worker, lambda _, microbatch: grid.path(microbatch)):
         if isinstance(step, Transfer):
             yield _transfer(step, worker)
         elif step.kind in COMPUTE_KINDS:
             kind, stage, _, microbatch = op_key(step)
             yield str(Action(kind, stage, microbatch))
-        elif step.kind is OpKind.A:
+        elif step.kind is OpKind.A and crossing is not None:
             yield f"{step.slice}REDUCE_GRAD"
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import CAUSE_COLOURS, OURS, digits
-from slipstream.cli.drawing.svg_chart import bars, tornado
+from slipstream.cli.drawing.simulation_report import OURS, digits, hours_by_cause
+from slipstream.cli.drawing.svg_chart import tornado
 from slipstream.cli.fleet import (
     DOLLARS_PER_GPU_HOUR,
     CaseResult,
@@ -17,7 +17,6 @@ from slipstream.cli.fleet import (
     Report,
     Returned,
     Spread,
-    causes,
 )
 
 FIRST, SECOND = "#2f81f7", "#d29922"
@@ -133,13 +132,8 @@ def _case(result: CaseResult) -> list[str]:
 
 
 def _lost(result: CaseResult) -> str:
-    systems = result.ranked()
-    used = causes(systems)
-    rows = {one.name: {cause.value: mean_lost(one, cause) for cause in used} for one in systems}
-    legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in used)
-    chart = bars(rows, {cause.value: CAUSE_COLOURS[cause] for cause in used}, total=result.hours,
-                 x=f"hours lost, of {result.hours:,.4g}", unit="h")
-    return f'<div class="legend">{legend}</div>{chart}'
+    return hours_by_cause({one.name: {cause: mean_lost(one, cause) for cause in Cause} for one in result.ranked()},
+                          result.hours)
 
 
 def mean_lost(one: PolicyResult, cause: Cause) -> float:

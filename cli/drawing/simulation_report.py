@@ -195,14 +195,19 @@ def _legend(result: Comparison, shown: Collection[str]) -> str:
 
 
 def _causes(result: Comparison) -> str:
-    rows = {name: {cause.value: value / 3600 for cause, value in result.runs[name].lost(result.best_rate).items()}
+    rows = {name: {cause: seconds / 3600 for cause, seconds in result.runs[name].lost(result.best_rate).items()}
             for name in ranked(result)}
-    used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
-    labels = "".join(f"<label>{swatch(colour)}{escape(cause)}</label>"
-                     for cause, colour in used.items() if any(row[cause] > 0.001 for row in rows.values()))
-    hours = result.trace.length_seconds / 3600
-    chart = bars(rows, used, total=hours, x=f"hours lost, of {hours:.4g}", unit="h")
-    return f'<div class="legend">{labels}</div>{chart}'
+    return hours_by_cause(rows, result.trace.length_seconds / 3600)
+
+
+def hours_by_cause(rows: Mapping[str, Mapping[Cause, float]], hours: float) -> str:
+    """A bar for each row, of so many hours, and the colours of its causes."""
+    legend = "".join(f"<label>{swatch(CAUSE_COLOURS[cause])}{escape(cause)}</label>" for cause in Cause
+                     if any(row[cause] > 0.001 for row in rows.values()))
+    chart = bars({name: {cause.value: row[cause] for cause in Cause} for name, row in rows.items()},
+                 {cause.value: colour for cause, colour in CAUSE_COLOURS.items()}, total=hours,
+                 x=f"hours lost, of {hours:,.4g}", unit="h")
+    return f'<div class="legend">{legend}</div>{chart}'
 
 
 def _assumptions(result: Comparison, notes: Sequence[str]) -> str:

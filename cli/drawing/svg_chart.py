@@ -57,12 +57,9 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
     width = WIDTH - left - RIGHT - LABEL
-    parts = [_open(height)]
     step = nice_step(total, 6)
-    for index in range(int(total / step) + 1):
-        at = left + index * step / total * width
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
-                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{index * step:g}</text>')
+    marks = [index * step for index in range(int(total / step) + 1)]
+    parts = [_open(height), *(_mark(left + mark / total * width, height, f"{mark:g}") for mark in marks)]
     for number, (name, values) in enumerate(rows.items()):
         y, at = TOP + number * (BAR + 8), float(left)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
@@ -91,12 +88,8 @@ def tornado(rows: Sequence[tuple[str, float, float]], *, usual: float, colours: 
     def place(value: float) -> float:
         return left + LABEL + (value - low) / (high - low or 1.0) * width
 
-    parts = [_open(height)]
-    for index in range(round((high - low) / step) + 1):
-        value = low + index * step
-        at = place(value)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
-                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{100 * value:.4g} %</text>')
+    marks = [low + index * step for index in range(round((high - low) / step) + 1)]
+    parts = [_open(height), *(_mark(place(mark), height, f"{100 * mark:.4g} %") for mark in marks)]
     for number, (name, *pair) in enumerate(rows):
         y = TOP + number * (BAR + 8)
         parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
@@ -132,11 +125,14 @@ def _grid(begin: float, end: float, high: float, place: Callable[[float], float]
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
                      f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{index * step:g}</text>')
     step = nice_step(end - begin, 8)
-    for index in range(math.ceil(begin / step), math.floor(end / step) + 1):
-        at = place(index * step)
-        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-                     f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{index * step:g}</text>')
-    return parts
+    marks = [index * step for index in range(math.ceil(begin / step), math.floor(end / step) + 1)]
+    return [*parts, *(_mark(place(mark), HEIGHT, f"{mark:g}") for mark in marks)]
+
+
+def _mark(at: float, height: float, label: str) -> str:
+    """A line from top to bottom, and what it stands for below it."""
+    return (f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+            f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>')
 
 
 def _names(x: str, y: str) -> str:

@@ -11,15 +11,14 @@ from xml.sax.saxutils import escape
 
 from slipstream.cli.drawing.axis import nice_step, time_marks
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
-from slipstream.cli.drawing.op_labels import op_labels
+from slipstream.cli.drawing.op_labels import op_labels, worker_label
 from slipstream.cli.shared.console import duration
-from slipstream.schedules.layers import short
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
+"""Height of a row, space between rows and between pipelines, in pixels."""
 LINK = 4
 """Height of what goes on beside the ops of a row."""
-"""Height of a row, space between rows and between pipelines, in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
 WIDTH, MAX_WIDTH = 1000, 3000
 """Pixels of the time axis: more than the first only where re-routed ops have no room for their labels."""
@@ -34,8 +33,6 @@ STRIPE = 2
 ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
 """Kinds with a stripe along their upper and along their lower edge."""
 LIGHTER = 0.55
-MAX_HELD = 8
-"""Characters of the layers that a worker holds, beside its name."""
 FRAMES = {"own": (' stroke="white" stroke-width="0.6"', 0.6), "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
           "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6)}
 """Line around an op, and its width."""
@@ -53,9 +50,10 @@ def drawing(schedule: Schedule) -> bytes:
             for index, worker in enumerate(schedule.grid.workers())}
     width = _width(schedule, horizon)
     height = max(rows.values()) + ROW + BOTTOM
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + RIGHT} {height}" '
+    left = min(0, LEFT - 8 - CHARACTER * max(len(worker_label(worker, schedule)) for worker in rows))
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {LEFT + width + RIGHT - left} {height}" '
              'font-family="sans-serif" font-size="11">',
-             HATCH, f'<rect width="{LEFT + width + RIGHT}" height="{height}" fill="white"/>',
+             HATCH, f'<rect x="{left}" width="{LEFT + width + RIGHT - left}" height="{height}" fill="white"/>',
              f'<text x="{LEFT}" y="18" font-size="13">{escape(_title(schedule))}</text>']
     parts += _axis(schedule.seconds(horizon), width, height)
     for worker, y in rows.items():
@@ -92,11 +90,7 @@ def _row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -
         yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
         return
     role = schedule.seat_of[worker].role
-    seat = schedule.seat_of[worker]
-    label = str(worker) if role == worker else f"{worker} as {role}"
-    if schedule.holds_others(seat):
-        label += f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]"
-    yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{label}</text>'
+    yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{worker_label(worker, schedule)}</text>'
     stages = schedule.grid.stages_of(role.column)
     for op in schedule.ops(worker):
         if op.end_ticks > op.start_ticks:

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from slipstream.cli.drawing.axis import nice_step, time_marks
 from slipstream.cli.drawing.op_colours import COLOURS, NAMES
-from slipstream.cli.drawing.op_labels import op_labels
+from slipstream.cli.drawing.op_labels import op_labels, worker_label
 from slipstream.schedules.equal import equal_pipelines
-from slipstream.schedules.layers import short
+from slipstream.schedules.layers import joined_ranges, short
 from slipstream.schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 
@@ -29,8 +29,6 @@ MIN_ROWS = 4
 AROUND = 3
 """Lines of a picture beside those of its workers: the axis, the legend, what is not drawn."""
 MIN_COLUMNS = 24
-MAX_HELD = 12
-"""Characters of the layers that a worker holds, beside its name."""
 LABEL_COLUMNS = 10
 """Distance of labels on the time axis, at least."""
 
@@ -79,7 +77,7 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
           tick_seconds: float, width: int, rows: int) -> Group:
     drawn = {block: _workers(block, schedule)[:rows] for block in blocks}
     shown = [worker for block in blocks for worker in drawn[block]]
-    labels = {worker: _label(worker, schedule) for worker in shown}
+    labels = {worker: worker_label(worker, schedule) for worker in shown}
     margin = max(map(len, labels.values())) + 2
     ops = [op for worker in shown for op in programs.get(worker, ())]
     scale = _scale(ops, max(MIN_COLUMNS, width - margin))
@@ -165,27 +163,9 @@ def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
-def _label(worker: Worker, schedule: Schedule) -> str:
-    seat = schedule.seat_of.get(worker)
-    if seat is None:
-        return str(worker)
-    held = f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]" if schedule.holds_others(seat) else ""
-    return (str(worker) if seat.role == worker else f"{worker} as {seat.role}") + held
-
-
 def _block_title(block: tuple[int, ...]) -> str:
-    return f"pipeline {block[0]}" if len(block) == 1 else f"x {len(block)}: pipelines {_ranges(block)} alike"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """`0, 2-7` for ascending numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    numbers = short(joined_ranges((number, number + 1) for number in block)).replace(",", ", ")
+    return f"pipeline {numbers}" if len(block) == 1 else f"x {len(block)}: pipelines {numbers} alike"
 
 
 def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:

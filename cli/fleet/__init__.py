@@ -19,96 +19,50 @@
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
 
-from slipstream.cli.fleet.availability_trace import (
-    AvailabilityTrace,
-    died,
-    fail_together,
-    fit_to_job,
-    group_gpus,
-    places_of_nodes,
-)
-from slipstream.cli.fleet.benchmark import (
-    CASES,
-    DOLLARS_PER_GPU_HOUR,
-    VERSION,
-    Case,
-    CaseResult,
-    Fidelity,
-    Measures,
-    PolicyResult,
-    Report,
-    Returned,
-    Sensitivity,
-    Spread,
-    causes,
-    read_report,
-    run_case,
-)
-from slipstream.cli.fleet.costs import Costs, costs_for
-from slipstream.cli.fleet.entry import GROUP, Entry, EntryError, Table, installed_policy, read_entry
-from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel, Kind, SlowKind, single
-from slipstream.cli.fleet.figures import FIGURES, Figure
-from slipstream.cli.fleet.figures.figure import Series
-from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Cause, Policy
-from slipstream.cli.fleet.settled import SETTLE_SECONDS
-from slipstream.cli.fleet.simulation import Comparison, Floats, PolicyRun, compare, throughputs_over_traces
-from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
-from slipstream.cli.fleet.throughput import PLAN_SECONDS, Throughputs
-from slipstream.cli.fleet.trace_file import TraceFileError, read_availability_trace
-
-__all__ = [
-    "CASES",
-    "DOLLARS_PER_GPU_HOUR",
-    "FAILURE_MODELS",
-    "FIGURES",
-    "GROUP",
-    "PLAN_SECONDS",
-    "POLICIES",
-    "SETTLE_SECONDS",
-    "SLOW_MODELS",
-    "VERSION",
-    "AvailabilityTrace",
-    "Case",
-    "CaseResult",
-    "Cause",
-    "Comparison",
-    "Costs",
-    "Entry",
-    "EntryError",
-    "FailureModel",
-    "Fidelity",
-    "Figure",
-    "Floats",
-    "Kind",
-    "Measures",
-    "Policy",
-    "PolicyResult",
-    "PolicyRun",
-    "Report",
-    "Returned",
-    "Sensitivity",
-    "Series",
-    "SlowKind",
-    "Spread",
-    "Table",
-    "Throughputs",
-    "TraceFileError",
-    "causes",
-    "compare",
-    "costs_for",
-    "died",
-    "draw_slow",
-    "draw_trace",
-    "fail_together",
-    "fit_to_job",
-    "group_gpus",
-    "installed_policy",
-    "places_of_nodes",
-    "read_availability_trace",
-    "read_entry",
-    "read_report",
-    "run_case",
-    "single",
-    "throughputs_over_traces",
-]
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace as AvailabilityTrace
+from slipstream.cli.fleet.availability_trace import died as died
+from slipstream.cli.fleet.availability_trace import fail_together as fail_together
+from slipstream.cli.fleet.availability_trace import fit_to_job as fit_to_job
+from slipstream.cli.fleet.availability_trace import group_gpus as group_gpus
+from slipstream.cli.fleet.availability_trace import places_of_nodes as places_of_nodes
+from slipstream.cli.fleet.benchmark import CASES as CASES
+from slipstream.cli.fleet.benchmark import DOLLARS_PER_GPU_HOUR as DOLLARS_PER_GPU_HOUR
+from slipstream.cli.fleet.benchmark import CaseResult as CaseResult
+from slipstream.cli.fleet.benchmark import Fidelity as Fidelity
+from slipstream.cli.fleet.benchmark import Measures as Measures
+from slipstream.cli.fleet.benchmark import PolicyResult as PolicyResult
+from slipstream.cli.fleet.benchmark import Report as Report
+from slipstream.cli.fleet.benchmark import Returned as Returned
+from slipstream.cli.fleet.benchmark import Spread as Spread
+from slipstream.cli.fleet.benchmark import read_report as read_report
+from slipstream.cli.fleet.benchmark import run_case as run_case
+from slipstream.cli.fleet.costs import Costs as Costs
+from slipstream.cli.fleet.costs import costs_for as costs_for
+from slipstream.cli.fleet.entry import GROUP as GROUP
+from slipstream.cli.fleet.entry import Entry as Entry
+from slipstream.cli.fleet.entry import EntryError as EntryError
+from slipstream.cli.fleet.entry import Table as Table
+from slipstream.cli.fleet.entry import installed_policy as installed_policy
+from slipstream.cli.fleet.entry import read_entry as read_entry
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS as FAILURE_MODELS
+from slipstream.cli.fleet.failure_models import SLOW_MODELS as SLOW_MODELS
+from slipstream.cli.fleet.failure_models import FailureModel as FailureModel
+from slipstream.cli.fleet.failure_models import single as single
+from slipstream.cli.fleet.figures import FIGURES as FIGURES
+from slipstream.cli.fleet.figures import Figure as Figure
+from slipstream.cli.fleet.figures.figure import Series as Series
+from slipstream.cli.fleet.policies import POLICIES as POLICIES
+from slipstream.cli.fleet.policy import Cause as Cause
+from slipstream.cli.fleet.policy import Policy as Policy
+from slipstream.cli.fleet.settled import SETTLE_SECONDS as SETTLE_SECONDS
+from slipstream.cli.fleet.simulation import Comparison as Comparison
+from slipstream.cli.fleet.simulation import Floats as Floats
+from slipstream.cli.fleet.simulation import PolicyRun as PolicyRun
+from slipstream.cli.fleet.simulation import compare as compare
+from slipstream.cli.fleet.simulation import throughputs_over_traces as throughputs_over_traces
+from slipstream.cli.fleet.synthetic_trace import draw_slow as draw_slow
+from slipstream.cli.fleet.synthetic_trace import draw_trace as draw_trace
+from slipstream.cli.fleet.throughput import PLAN_SECONDS as PLAN_SECONDS
+from slipstream.cli.fleet.throughput import Throughputs as Throughputs
+from slipstream.cli.fleet.trace_file import TraceFileError as TraceFileError
+from slipstream.cli.fleet.trace_file import read_availability_trace as read_availability_trace

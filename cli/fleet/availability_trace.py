@@ -166,12 +166,6 @@ class _MachineStates:
             Change(change.seconds, added=tuple(place for place, _ in anew), slowed=tuple(anew))
 
 
-def merged(trace: AvailabilityTrace, more: Iterable[Change]) -> AvailabilityTrace:
-    """The trace with more changes; those of one instant follow each other."""
-    changes = sorted((*trace.changes, *more), key=lambda change: change.seconds)
-    return msgspec.structs.replace(trace, changes=tuple(changes))
-
-
 def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
     """A trace of single GPUs as one of workers, each of so many neighbouring places. Raises ValueError for a remainder.
 

@@ -17,25 +17,22 @@ import msgspec
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
 from slipstream.cli.fleet.costs import Costs, costs_for
-from slipstream.cli.fleet.entry import Table, table_policy
+from slipstream.cli.fleet.entry import EntryError, Table, decoded, table_policy
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
 from slipstream.cli.fleet.figures import published
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Cause, Policy, Scenario
+from slipstream.cli.fleet.policy import Policy, Scenario
 from slipstream.cli.fleet.simulation import simulate
 from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.job.file import Job, StageTimes, read_job
 from slipstream.planner.job.presets import preset
 from slipstream.planner.tables.process_pool import run_all
-from slipstream.schedules.files import read_at_most
 
 VERSION = "1"
 """Of the set. Figures of different versions are not comparable."""
 DOLLARS_PER_GPU_HOUR = 2.0
 """Assumed, for the cost of tokens; all machines are paid for, idle and dead ones too."""
-MAX_BYTES = 64 * 2**20
-"""Of a report that is read."""
 LARGE_STAGES, LARGE_MICROBATCHES = 16, 32
 FLOPS = 0.4 * 989e12
 """Of a GPU: an H100 at 40 % of its peak in bfloat16 without sparsity; Llama 3 reports 38 to 43 % (table 4)."""
@@ -276,23 +273,21 @@ def sensitivities(case: Case, throughputs: Throughputs, costs: Costs, best: floa
         return msgspec.structs.replace(usual, kinds=kinds, mttf_hours=curve if field == "mtbf_hours" else
                                        usual.mttf_hours)
 
-    rows = []
-    for field, text in (("mtbf_hours", "time between failures"), ("repair_hours", "time of a repair"),
-                        ("restart_hours", "time of a machine's restart")):
-        low, high = (goodput(scaled(field, factor), costs, case) for factor in HALF_AND_TWICE)
-        rows.append(Sensitivity(parameter=f"{text}: half, twice", low=low, high=high))
-    for field, text in (("load_seconds", "loading a stage"), ("restart_seconds", "restart of the job")):
-        low, high = (goodput(usual, msgspec.structs.replace(costs, **{field: getattr(costs, field) * factor}), case)
-                     for factor in HALF_AND_TWICE)
-        rows.append(Sensitivity(parameter=f"{text}: half, twice", low=low, high=high))
-    for field, values, text in (("switch_seconds", (1.0, 30.0), "switch: 1 s, 30 s"),
-                                ("switch_seconds", (1.0, 180.0), "switch: 1 s, 180 s as FT-HSDP's stall"),
-                                ("plan_seconds", (0.0, 60.0), "planning: from a table, 60 s")):
-        low, high = (goodput(usual, msgspec.structs.replace(costs, **{field: value}), case) for value in values)
-        rows.append(Sensitivity(parameter=text, low=low, high=high))
+    def costing(field: str, *values: float) -> list[float]:
+        return [goodput(usual, msgspec.structs.replace(costs, **{field: value}), case) for value in values]
+
+    pairs = {f"{text}: half, twice": [goodput(scaled(field, factor), costs, case) for factor in HALF_AND_TWICE]
+             for field, text in (("mtbf_hours", "time between failures"), ("repair_hours", "time of a repair"),
+                                 ("restart_hours", "time of a machine's restart"))}
+    pairs |= {f"{text}: half, twice": costing(field, *(getattr(costs, field) * factor for factor in HALF_AND_TWICE))
+              for field, text in (("load_seconds", "loading a stage"), ("restart_seconds", "restart of the job"))}
+    pairs |= {"switch: 1 s, 30 s": costing("switch_seconds", 1.0, 30.0),
+              "switch: 1 s, 180 s as FT-HSDP's stall": costing("switch_seconds", 1.0, 180.0),
+              "planning: from a table, 60 s": costing("plan_seconds", 0.0, 60.0)}
     if case.slow:
-        none, some = goodput(usual, costs, msgspec.structs.replace(case, slow="")), goodput(usual, costs, case)
-        rows.append(Sensitivity(parameter=f"slow workers and links: none, {case.slow}", low=none, high=some))
+        pairs[f"slow workers and links: none, {case.slow}"] = [
+            goodput(usual, costs, msgspec.structs.replace(case, slow="")), goodput(usual, costs, case)]
+    rows = [Sensitivity(parameter=text, low=low, high=high) for text, (low, high) in pairs.items()]
     return tuple(sorted(rows, key=lambda row: -abs(row.high - row.low)))
 
 
@@ -426,20 +421,10 @@ _REPORT = msgspec.json.Decoder(Report)
 
 
 def read_report(path: Path) -> Report:
-    """Read a report of this version of the set. Raises ValueError, whose message names the file."""
-    data = read_at_most(path, MAX_BYTES, ValueError)
-    try:
-        report = _REPORT.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; expected what `slipstream benchmark` writes") from None
+    """Read a report of this version of the set. Raises EntryError, whose message names the file."""
+    report = decoded(path, _REPORT, "what `slipstream benchmark` writes")
     changed = [one.case.name for one in report.cases if one.case != CASES.get(one.case.name)]
     if report.set != VERSION or changed:
-        raise ValueError(f"{path}: set {report.set}{f', case {changed[0]}' if changed else ''} is not as in set "
+        raise EntryError(f"{path}: set {report.set}{f', case {changed[0]}' if changed else ''} is not as in set "
                          f"{VERSION} now; write to another folder")
     return report
-
-
-def causes(results: Iterable[PolicyResult]) -> list[Cause]:
-    """The causes for which any of them loses more than a thousandth of an hour."""
-    return [cause for cause in Cause
-            if any(measures.hours_lost[cause.value] > 1e-3 for one in results for measures in one.seeds)]

@@ -8,9 +8,9 @@ TrainMover (OSDI 2026, arXiv 2412.12636).
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 RESTART_SECONDS = {350e6: 80.0, 2.7e9: 515.0, 6.7e9: 701.0}
 """By number of parameters: to restart a whole job from a checkpoint; 76-83 s for small models [O]."""
@@ -21,6 +21,9 @@ OOBLECK_SECONDS = {350e6: 3.0, 2.7e9: 6.0, 6.7e9: 10.0}
 BAMBOO_SECONDS = {350e6: 12.5, 6.7e9: 450.0}
 """For Bamboo to form new pipelines: 5 to 20 s for small models in its own simulator [B], 450 s for 6.7B [O]. Oobleck's
 simulator has 76 s for BERT-large; with that, its pauses alone would cost a tenth of the published trace."""
+
+BYTES_PER_SECOND = 10e9
+"""Of a link: the published cluster's 80 Gb/s [R]."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +63,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """To replace one with a standby machine that is warmed up, its state included: about 20 s [T]."""
 
 
-def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_second: float = 10e9) -> Costs:
+def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:
     """Costs for a model of this many parameters, cut into so many stages.
 
     Loading a stage sends 14 bytes per parameter over one link: the weight in two bytes, a float32 master copy and two
-    Adam states, without the gradient. The default bandwidth is the published cluster's 80 Gb/s. Raises ValueError for
-    values of 0 or less.
+    Adam states, without the gradient.
     """
-    if not (math.isfinite(parameters) and parameters > 0 and stages > 0 and network_bytes_per_second > 0):
-        raise ValueError(f"{parameters:g} parameters in {stages} stages over {network_bytes_per_second:g} bytes/s; "
-                         "expected more than 0 of each")
-    return Costs(parameters=parameters, load_seconds=14 * parameters / stages / network_bytes_per_second,
+    return Costs(parameters=parameters, load_seconds=14 * parameters / stages / BYTES_PER_SECOND,
                  restart_seconds=interpolated(RESTART_SECONDS, parameters),
                  checkpoint_seconds=interpolated(CHECKPOINT_SECONDS, parameters),
                  oobleck_seconds=interpolated(OOBLECK_SECONDS, parameters),
@@ -80,9 +79,4 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_s
 def interpolated(points: Mapping[float, float], parameters: float) -> float:
     """The figure for this many parameters: linear over the logarithm of the size, between published points."""
     sizes = sorted(points)
-    size = min(max(parameters, sizes[0]), sizes[-1])
-    for low, high in pairwise(sizes):
-        if size <= high:
-            share = math.log(size / low) / math.log(high / low)
-            return points[low] + share * (points[high] - points[low])
-    return points[sizes[-1]]
+    return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], [points[size] for size in sizes]))

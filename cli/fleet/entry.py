@@ -15,28 +15,28 @@ A policy in Python is a class that inherits `Entry` and is found by its entry po
 told what is down, and nothing that the table form or our own policies are not told.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.loads import DownByStage
-from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.policy import Cause, Phase, Policy, RatedByStage, Scenario
 from slipstream.schedules.files import read_at_most
 
+Content = TypeVar("Content")
 GROUP = "slipstream.policies"
-MAX_BYTES = 16 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 class EntryError(ValueError):
     """An entry cannot be used. The message is one line."""
 
 
-class Entry(Policy):
+class Entry(RatedByStage):
     """A system that trains at a rate that depends on what is down, and pauses when that changes.
 
     A failure also costs half an iteration, as for all others. Where nothing can be trained (a rate of 0), it waits, and
@@ -49,23 +49,9 @@ class Entry(Policy):
         super().__init__(scenario)
         self._live: set[int] = set()
 
-    @abstractmethod
-    def rate(self, down: DownByStage) -> float:
-        """Samples per second with so many workers down in each stage."""
-
     def pause(self, down: DownByStage) -> float:  # noqa: ARG002
         """Seconds in which nothing is trained, to get to where so many are down."""
         return 0.0
-
-    @property
-    def fault_free_rate(self) -> float:
-        """With all workers alive."""
-        return self.rate((0,) * self.scenario.stages)
-
-    def steady_rate(self, failures: int) -> float:
-        """With failures spread over stages; 0 where that leaves a stage without workers."""
-        down = self.throughputs.loads.even_spread(failures)
-        return self.rate(down) if down else 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Train with those who are there."""
@@ -128,16 +114,21 @@ class _TableEntry(Entry):
         return row.pause_seconds if row else 0.0
 
 
+def decoded(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
+    """What is in a JSON file. Raises EntryError, whose message names the file and says what was expected."""
+    data = read_at_most(path, MAX_BYTES, EntryError)
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise EntryError(f"{path}: {error}; expected {expected}") from None
+
+
 _TABLE = msgspec.json.Decoder(Table)
 
 
 def read_entry(path: Path) -> Table:
     """Read a table. Raises EntryError, whose message names the file and what is wrong."""
-    data = read_at_most(path, MAX_BYTES, EntryError)
-    try:
-        table = _TABLE.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise EntryError(f"{path}: {error}; expected the form slipstream-entry-1 (docs/benchmark.md)") from None
+    table = decoded(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
             raise EntryError(f"{path}: cases.{case}: no rows; expected one at least, for `down` 0")

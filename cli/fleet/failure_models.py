@@ -10,10 +10,10 @@ them the rate of a GPU is that of the nearest size.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 SERVER = 8
 """GPUs of a server, in all of these clusters but where said."""
@@ -29,8 +29,6 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """How many neighbouring GPUs it takes down at once: its domain."""
     mtbf_hours: float
     """Mean time between failures of one domain."""
-    shape: float = 1.0
-    """Weibull shape of the times between failures; 1 is a Poisson process, less makes them cluster."""
     transient_share: float = UNICRON_TRANSIENT
     """Share of failures after which a restart brings the machines back."""
     restart_hours: float = 0.1
@@ -65,17 +63,12 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(msgspec.structs.replace(kind, mtbf_hours=kind.mtbf_hours * factor) for kind in self.kinds)
 
 
-def interpolated_hours(points: Iterable[tuple[int, float]], gpus: int) -> float:
+def interpolated_hours(points: Sequence[tuple[int, float]], gpus: int) -> float:
     """The mean time to failure at a size: straight between the points over logarithms, one rate a GPU outside them."""
-    points = list(points)
-    (least, at_least), (most, at_most) = points[0], points[-1]
-    if gpus <= least:
-        return at_least * least / gpus
-    for (low, hours), (high, after) in pairwise(points):
-        if gpus <= high:
-            share = math.log(gpus / low) / math.log(high / low)
-            return math.exp(math.log(hours) + share * math.log(after / hours))
-    return at_most * most / gpus
+    sizes = [size for size, _ in points]
+    nearest = min(max(gpus, sizes[0]), sizes[-1])
+    logarithm = float(np.interp(math.log(nearest), np.log(sizes), np.log([hours for _, hours in points])))
+    return math.exp(logarithm) * nearest / gpus
 
 
 def single(mtbf_hours: float, source: str = "given by the user", *, name: str = "given") -> FailureModel:
@@ -212,10 +205,6 @@ _SHARES = {"compute": 0.02, "links": 0.40}
 """Computation: under 2 %; communication: 40 %, which we read as shares of a job's time."""
 _FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
 """Both taken to be equally slow, so that a job that waits takes 1.34 times as long."""
-_BYTEDANCE = "ByteDance (Lin et al., OSDI 2025, arXiv 2505.05713)"
-_BYTEDANCE_JOBS, _BYTEDANCE_WASTE, _BYTEDANCE_WORKERS = 0.425, 0.104, 0.017
-"""Share of 3,079 jobs that straggle; of all GPU-hours that are wasted; of straggling jobs that bad workers slow."""
-_BYTEDANCE_FACTOR = 1 + (1 / (1 - _BYTEDANCE_WASTE) - 1) / _BYTEDANCE_JOBS
 
 SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
     "greyhound": (
@@ -224,14 +213,5 @@ SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
             "jobs that wait take 1.34 times as long")),
         SlowKind(cause="slow links", share=_SHARES["links"], hours=24 / 60, factor=_FACTOR, links=True, source=(
             f"{_GREYHOUND}: slow communication 40 %, 24 minutes on average; {_FACTOR:.2f} times as long, likewise"))),
-    "bytedance": (
-        SlowKind(cause="slow computation", share=_BYTEDANCE_JOBS * _BYTEDANCE_WORKERS, hours=24.0,
-                 factor=_BYTEDANCE_FACTOR, source=(
-                     f"{_BYTEDANCE}: 42.5 % of jobs straggle, 1.7 % of these for bad workers; {_BYTEDANCE_FACTOR:.2f} "
-                     "times as long, with which 10.4 % of GPU-hours are wasted; a day each is assumed")),
-        SlowKind(cause="slow for other reasons", share=_BYTEDANCE_JOBS * (1 - _BYTEDANCE_WORKERS), hours=24.0,
-                 factor=_BYTEDANCE_FACTOR, links=True, source=(
-                     f"{_BYTEDANCE}: all other straggling: uneven sequences and stages, collection of garbage; nobody "
-                     "avoids it here"))),
 }
 """By name."""

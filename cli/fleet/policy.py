@@ -14,6 +14,7 @@ import msgspec
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.costs import Costs
+from slipstream.cli.fleet.loads import DownByStage
 from slipstream.cli.fleet.throughput import Throughputs
 
 
@@ -119,8 +120,6 @@ class Policy(ABC):
     """Whether this is only a line to compare with, and not a system that exists."""
     pauses: ClassVar[bool] = False
     """Whether training stops while a checkpoint is written. Otherwise it is written in the background."""
-    same_with_whole_machines: ClassVar["type[Policy] | None"] = None
-    """Another policy that does the same where no machine loses only some of its GPUs."""
     balances_speeds: ClassVar[bool] = False
     """Whether it changes its plan when workers become slow. Otherwise all wait for the slowest, whatever its rate."""
 
@@ -238,6 +237,25 @@ class Policy(ABC):
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
         """Whether only the checkpoint holds the parameters: the job was waiting for workers, or still restarting."""
         return remaining[0].cause in UNTRAINED
+
+
+class RatedByStage(Policy):
+    """A policy whose throughput depends on how many workers of each stage are down."""
+
+    @abstractmethod
+    def rate(self, down: DownByStage) -> float:
+        """Samples per second with so many workers down in each stage."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """With all workers alive."""
+        return self.rate((0,) * self.scenario.stages)
+
+    def steady_rate(self, failures: int) -> float:
+        """With failures spread over stages, where they may happen to fall; 0 where that leaves a stage without workers.
+        """
+        spread = self.throughputs.loads.even_spread(failures)
+        return self.rate(spread) if spread else 0.0
 
 
 def samples_to_redo(remaining: Sequence[Phase]) -> float:

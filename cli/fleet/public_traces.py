@@ -18,16 +18,19 @@ import csv
 import io
 import math
 import random
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.planner.job.profiler_trace import ProfilerTraceError
+from slipstream.planner.job.straggler_trace import KINDS, read_columns, spans
 
 FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
@@ -36,7 +39,6 @@ TRAINING = "Pretrain"
 LONGEST_AWAY, USUALLY_AWAY = 86_400.0, 360.0
 """A job that does not come back within a day is not the same one: its server is taken to be back in six minutes."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
-COMPUTE = ("forward-compute", "backward-compute")
 DIGITS = 1
 """Of slowness, after the point."""
 
@@ -162,57 +164,40 @@ def _next_begins(jobs: Sequence[_Job]) -> Mapping[_Job, float]:
 
 def straggler_trace(path: Path) -> AvailabilityTrace:
     """The slow workers of a job recorded by ByteDance. Place: dp_rank x stages + stage. Raises ValueError."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ValueError("reading Parquet needs pyarrow: pip install 'slipstream-train[parquet]'") from None
-    try:
-        columns = parquet.read_table(path, columns=list(STRAGGLER_FIELDS)).to_pydict()
-    except (ArrowException, OSError, KeyError) as error:
-        raise ValueError(f"not a Parquet file of StragglerAnalysis: {str(error).splitlines()[0]}") from None
-    missing = [field for field in STRAGGLER_FIELDS if field not in columns]
-    if missing or not columns["step"]:
-        raise ValueError(f"no column {missing[0]}" if missing else "no rows")
-    return _from_ops(zip(*(columns[field] for field in STRAGGLER_FIELDS), strict=True), path.stem)
+    column = read_columns(path, STRAGGLER_FIELDS)
+    steps, step = np.unique(column["step"], return_inverse=True)
+    if not len(steps):
+        raise ProfilerTraceError(f"{path}: no rows")
+    pipelines, stages = (int(column[name].max()) + 1 for name in ("dp_rank", "stage"))
+    begin = column["start_ts"].astype(np.float64)
+    lengths = spans(step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps))
+    clock, changes, before = 0.0, list[Change](), np.ones(pipelines * stages)
+    for number, length in enumerate(lengths.tolist()):
+        factors = _slowness({name: of[step == number] for name, of in column.items()}, pipelines, stages)
+        slowed = [(place, float(factors[place])) for place in np.flatnonzero(factors != before).tolist()]
+        changes += [Change(clock, slowed=tuple(slowed))] if slowed else []
+        before, clock = factors, clock + length
+    return AvailabilityTrace(
+        name=path.stem, places=pipelines * stages, live=tuple(range(pipelines * stages)), changes=tuple(changes),
+        length_seconds=clock, notes=(
+            f"StragglerAnalysis: {len(steps)} steps of {pipelines} x {stages} workers; a worker is as slow as the "
+            "median of its compute ops over that of its stage",))
 
 
-def _from_ops(rows: Iterator[tuple[int, int, int, str, float, float]], name: str) -> AvailabilityTrace:
-    times = defaultdict[tuple[int, int, int, str], list[float]](list)
-    ends, begins, pipelines, stages = dict[int, float](), dict[int, float](), 0, 0
-    for pipeline, stage, step, kind, start, seconds in rows:
-        pipelines, stages = max(pipelines, pipeline + 1), max(stages, stage + 1)
-        begins[step] = min(begins.get(step, math.inf), start)
-        ends[step] = max(ends.get(step, 0.0), start + seconds)
-        if kind in COMPUTE:
-            times[step, stage, pipeline, kind].append(seconds)
-    clock, changes, before = 0.0, list[Change](), dict[int, float]()
-    for step in sorted(begins):
-        slowed = []
-        for stage in range(stages):
-            for pipeline, factor in _slowness(times, step, stage, pipelines).items():
-                place = pipeline * stages + stage
-                if factor != before.get(place, 1.0):
-                    slowed.append((place, factor))
-                before[place] = factor
-        changes += [Change(clock, slowed=tuple(sorted(slowed)))] if slowed else []
-        clock += ends[step] - begins[step]
-    places = pipelines * stages
-    return AvailabilityTrace(name=name, places=places, live=tuple(range(places)), changes=tuple(changes),
-                             length_seconds=clock, notes=(
-        f"StragglerAnalysis: {len(begins)} steps of {pipelines} x {stages} workers; a worker is as slow as the median "
-        "of its compute ops over that of its stage",))
-
-
-def _slowness(times: Mapping[tuple[int, int, int, str], Sequence[float]], step: int, stage: int, pipelines: int) -> \
-        dict[int, float]:
-    """How many times as long each pipeline's worker of a stage takes in a step as the median one."""
-    found = {}
-    medians = {(pipeline, kind): statistics.median(ops) for pipeline in range(pipelines) for kind in COMPUTE
-               if (ops := times.get((step, stage, pipeline, kind)))}
-    usual = {kind: statistics.median([value for (_, of), value in medians.items() if of == kind])
-             for kind in {kind for _, kind in medians}}
-    for pipeline in range(pipelines):
-        own = [medians[pipeline, kind] for kind in usual if (pipeline, kind) in medians]
-        whole = sum(usual[kind] for kind in usual if (pipeline, kind) in medians)
-        found[pipeline] = max(1.0, round(sum(own) / whole, DIGITS)) if whole else 1.0
-    return found
+def _slowness(ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int) -> npt.NDArray[np.float64]:
+    """[places] how many times as long each takes as the middle of its stage, by the medians of its ops."""
+    medians = np.full((pipelines, stages, len(KINDS)), np.nan)
+    for number, kind in enumerate(KINDS):
+        of = np.flatnonzero(ops["optype"] == kind)
+        worker = ops["dp_rank"][of] * stages + ops["stage"][of]
+        order = np.argsort(worker, kind="stable")
+        names, begins = np.unique(worker[order], return_index=True)
+        for name, seconds in zip(names.tolist(), np.split(ops["duration"][of[order]], begins[1:]), strict=False):
+            medians[*divmod(name, stages), number] = np.median(seconds)
+    there, usual = np.isfinite(medians), np.zeros_like(medians)
+    for stage, number in np.ndindex(stages, len(KINDS)):
+        if (some := there[:, stage, number]).any():
+            usual[:, stage, number] = np.median(medians[some, stage, number])
+    own, whole = medians.sum(axis=2, where=there), usual.sum(axis=2, where=there)
+    found: npt.NDArray[np.float64] = np.divide(own, whole, out=np.ones_like(own), where=whole > 0)
+    return np.maximum(1.0, found.round(DIGITS).reshape(-1))

@@ -176,28 +176,13 @@ def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throu
 
     After Ctrl-C the result has the traces that were finished. Raises KeyboardInterrupt when there are none.
     """
-    values: dict[str, list[float]] = {kind.name: [] for kind in policies}
+    found: list[dict[str, float]] = []
     try:
-        for index, trace in enumerate(traces):
-            for name, value in _throughputs_over(policies, trace, throughputs, costs).items():
-                values[name].append(value)
-            progress(index + 1, len(traces))
+        for trace in traces:
+            scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+            found.append({kind.name: simulate(kind(scenario), trace).throughput for kind in policies})
+            progress(len(found), len(traces))
     except KeyboardInterrupt:
-        if not all(values.values()):
+        if not found:
             raise
-    return {name: np.array(column) for name, column in values.items()}
-
-
-def _throughputs_over(policies: Sequence[type[Policy]], trace: AvailabilityTrace, throughputs: Throughputs,
-                      costs: Costs) -> dict[str, float]:
-    """Mean samples per second by policy. Where policies do the same on this trace, one of them is simulated."""
-    scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
-    found: dict[type[Policy], float] = {}
-    whole = not any(change.gpus for change in trace.changes)
-    for kind in policies:
-        simulated = kind.same_with_whole_machines if whole else None
-        if simulated is None or simulated not in found:
-            found[kind] = simulate(kind(scenario), trace).throughput
-        else:
-            found[kind] = found[simulated]
-    return {kind.name: value for kind, value in found.items()}
+    return {kind.name: np.array([one[kind.name] for one in found]) for kind in policies}

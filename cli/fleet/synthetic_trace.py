@@ -1,35 +1,33 @@
 """Synthetic availability traces: failures and repairs of a fleet, drawn from a failure model with a seed.
 
-The time between two failures of one domain (a GPU, a server, what hangs on a switch) is Weibull distributed. After a
-transient failure its machines are back once they have restarted; after the others they need a repair or a replacement,
-for which they may have to wait in a queue. Restart and repair times are exponentially distributed.
+The time between two failures of one domain (a GPU, a server, what hangs on a switch) is exponentially distributed, and
+so are restart and repair times. After a transient failure its machines are back once they have restarted; after the
+others they need a repair or a replacement, for which they may have to wait in a queue.
 
 Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for an exponentially
 distributed time.
 """
 
 import heapq
-import math
 from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 
-from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change, merged
-from slipstream.cli.fleet.failure_models import FailureModel, Kind, SlowKind
+from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
+from slipstream.cli.fleet.failure_models import FailureModel, SlowKind
 
 MOST = 5e6
 """Failures in a trace, at most."""
 
 
-def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0, name: str | None = None) -> \
-        AvailabilityTrace:
-    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for values out of range."""
-    _validate(model, places, days)
+def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
+    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for more than `MOST` failures."""
+    _require_few(days * 24 / model.hours_to_failure(places))
     random = np.random.default_rng(seed)
     horizon = days * 24.0
     kinds = model.kinds_for(places)
-    drawn = [_draw_failures(random, -(-places // kind.gpus), kind, horizon) for kind in kinds]
+    drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, horizon) for kind in kinds]
     hours = np.concatenate([times for times, _ in drawn])
     first = np.concatenate([units * kind.gpus for kind, (_, units) in zip(kinds, drawn, strict=True)])
     which = np.repeat(np.arange(len(kinds)), [len(times) for times, _ in drawn])
@@ -43,7 +41,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0, nam
     sizes = np.array([kind.gpus for kind in kinds])[which]
     failures = zip(*(column[order].tolist() for column in (hours, first, sizes, absent)), strict=True)
     changes = _with_returns(failures, places, horizon)
-    return AvailabilityTrace(name=name or model.name, places=places, live=tuple(range(places)), changes=tuple(changes),
+    return AvailabilityTrace(name=model.name, places=places, live=tuple(range(places)), changes=tuple(changes),
                              length_seconds=horizon * 3600, notes=(model.source,))
 
 
@@ -57,18 +55,18 @@ def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, a
 
 
 def draw_slow(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
-    """The trace with workers, and links, that become slow for a while. Raises ValueError for values out of range."""
+    """The trace with workers, and links, that become slow for a while. Raises ValueError for more than `MOST`."""
     horizon = trace.length_seconds / 3600
     for number, kind in enumerate(kinds, 1):
-        _require_sense(kind)
         units = 1 if kind.links else trace.places
         between = kind.hours_between(units)
         _require_few(units * horizon / between)
         random = np.random.default_rng([seed, number])
-        hours, places = _draw_failures(random, units, Kind(cause=kind.cause, mtbf_hours=between), horizon)
+        hours, places = _draw_failures(random, units, between, horizon)
         ends = hours + random.exponential(kind.hours, len(hours))
-        trace = merged(msgspec.structs.replace(trace, notes=(*trace.notes, kind.source)),
-                       _slow_changes(kind, hours, places, ends, horizon))
+        changes = [*trace.changes, *_slow_changes(kind, hours, places, ends, horizon)]
+        trace = msgspec.structs.replace(trace, notes=(*trace.notes, kind.source),
+                                        changes=tuple(sorted(changes, key=lambda change: change.seconds)))
     return trace
 
 
@@ -87,14 +85,13 @@ def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: n
     return changes
 
 
-def _draw_failures(random: np.random.Generator, count: int, kind: Kind, horizon: float) -> \
+def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float) -> \
         tuple[np.ndarray, np.ndarray]:
     """(hours, domains) of the failures of `count` domains."""
-    scale = kind.mtbf_hours / math.gamma(1 + 1 / kind.shape)
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):
-        clock = clock + scale * random.weibull(kind.shape, len(alive))
+        clock = clock + random.exponential(mtbf_hours, len(alive))
         alive, clock = alive[clock < horizon], clock[clock < horizon]
         hours.append(clock)
         units.append(alive)
@@ -129,28 +126,6 @@ def _with_returns(failures: Iterable[tuple[float, int, int, float]], places: int
             changes.append(Change(hour * 3600, removed=tuple(removed)))
     return_machines(horizon)
     return changes
-
-
-def _validate(model: FailureModel, places: int, days: float) -> None:
-    if places < 1 or not 0 < days < math.inf:
-        raise ValueError(f"a trace of {places} machines over {days:g} days; expected at least one, and some time")
-    if not model.kinds or (model.repairs_at_once is not None and model.repairs_at_once < 1):
-        raise ValueError(f"{model.name}: expected at least one kind of failures, and at least one repair at a time")
-    for kind in model.kinds:
-        for name in ("mtbf_hours", "shape", "repair_hours", "restart_hours"):
-            if not getattr(kind, name) > 0:
-                raise ValueError(f"{kind.cause}: {name} is {getattr(kind, name):g}; expected more than 0")
-        if not 0 <= kind.transient_share <= 1:
-            raise ValueError(f"{kind.cause}: transient_share is {kind.transient_share:g}; expected 0 to 1")
-        if kind.gpus < 1:
-            raise ValueError(f"{kind.cause}: a domain of {kind.gpus} GPUs; expected at least 1")
-    _require_few(days * 24 / model.hours_to_failure(places))
-
-
-def _require_sense(kind: SlowKind) -> None:
-    if not 0 < kind.share < 1 or not 0 < kind.hours < math.inf or not 1 <= kind.factor < math.inf:
-        raise ValueError(f"{kind.cause}: share {kind.share:g}, {kind.hours:g} h, factor {kind.factor:g}; expected a "
-                         "share from 0 to 1, some time, and a factor of at least 1")
 
 
 def _require_few(expected: float) -> None:

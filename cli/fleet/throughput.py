@@ -50,19 +50,13 @@ class Throughputs:
         self._thorough, self._dead = thorough, sorted(dead)
         self._periods = Periods(self.job, self._options, announce)
         self._announce = announce
-        self._planned: dict[DownByStage, float] = {}
-        self._in_place: dict[DownByStage, float] = {}
         self.loads = Loads(self.job)
         self._settled = SettledPlans(self.job, announce, settle_seconds, dead, table)
-        self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
-        self._normal_form: dict[int, DownByStage | None] = {}
-        self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
-        self._one_f_one_b: dict[int, float] = {}
         self._kept: dict[Hashable, Any] = {}
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
 
     def kept(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """A figure that policies need again and again, in this run and in others: found once for each key."""
+        """A figure that is needed again and again, in this run and in others: found once for each key."""
         if key not in self._kept:
             self._kept[key] = find()
         found: Value = self._kept[key]
@@ -72,19 +66,18 @@ class Throughputs:
 
     def planned(self, down: DownByStage) -> float:
         """By this planner's schedule, with so many workers of each stage down."""
-        if down not in self._planned:
-            self._planned[down] = self.samples / self._planned_period(down)
-        return self._planned[down]
+        return self.kept(("planned", down), lambda: self.samples / self._planned_period(down))
 
     def in_place(self, down: DownByStage) -> float:
         """By this planner's schedule, or by 1F1B on the pipelines that are whole, where that is faster.
 
         Never faster than with all workers alive: what the search finds for fewer by chance is not counted.
         """
-        if down not in self._in_place:
-            found = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
-            self._in_place[down] = min(found, self.in_place((0,) * self.job.stages)) if any(down) else found
-        return self._in_place[down]
+        return self.kept(("in place", down), lambda: self._found_in_place(down))
+
+    def _found_in_place(self, down: DownByStage) -> float:
+        found = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
+        return min(found, self.in_place((0,) * self.job.stages)) if any(down) else found
 
     def settled(self, failures: int, slow: Slow = NONE_SLOW) -> tuple[float, float]:
         """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
@@ -92,14 +85,12 @@ class Throughputs:
         `slow` are others that are slow. (0.0, 0.0) where no plan exists. Never faster than with all workers alive and
         as fast as usual, where layers may move, too.
         """
-        key = failures, slow
-        if key not in self._settled_rates:
-            found = self._settled.answer(failures, slow)
-            rate, moved = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
-            if key != (0, NONE_SLOW):
-                rate = min(rate, self.whole)
-            self._settled_rates[key] = rate, moved
-        return self._settled_rates[key]
+        return self.kept(("settled", failures, slow), lambda: self._found_settled(failures, slow))
+
+    def _found_settled(self, failures: int, slow: Slow) -> tuple[float, float]:
+        found = self._settled.answer(failures, slow)
+        rate, moved = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+        return min(rate, self.whole) if failures or slow != NONE_SLOW else rate, moved
 
     @property
     def whole(self) -> float:
@@ -111,9 +102,7 @@ class Throughputs:
 
         None where some stage would have no live worker.
         """
-        if failures not in self._normal_form:
-            self._normal_form[failures] = self._best_distribution(failures)
-        return self._normal_form[failures]
+        return self.kept(("normal form", failures), lambda: self._best_distribution(failures))
 
     def _best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
@@ -191,12 +180,12 @@ class Throughputs:
     def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
                     optimizer: OptimizerMode = "staggered") -> float:
         """By the best of some list schedules with re-routing round-robin; fused: with the memory of 1F1B."""
-        key = (down, backward, optimizer)
-        if key not in self._round_robin:
+        def find() -> float:
             self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
             options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
-            self._round_robin[key] = self.samples / self._periods.round_robin(down, options)
-        return self._round_robin[key]
+            return self.samples / self._periods.round_robin(down, options)
+
+        return self.kept(("round robin", down, backward, optimizer), find)
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
@@ -204,9 +193,7 @@ class Throughputs:
         """By 1F1B (fused, synchronous) on so many pipelines, which divide the global batch as evenly as possible."""
         if pipelines < 1:
             return 0.0
-        if pipelines not in self._one_f_one_b:
-            self._one_f_one_b[pipelines] = self.samples / self._one_f_one_b_period(pipelines)
-        return self._one_f_one_b[pipelines]
+        return self.kept(("1f1b", pipelines), lambda: self.samples / self._one_f_one_b_period(pipelines))
 
     def relative(self, whole: float, now: float) -> float:
         """By the formula of another system: 1F1B's throughput on all pipelines, where the micro-batches of an iteration

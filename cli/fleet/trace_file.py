@@ -31,6 +31,7 @@ import msgspec
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.public_traces import ACME_FIELDS, acme_trace, spot_counts, straggler_trace
+from slipstream.planner.job.profiler_trace import ProfilerTraceError
 from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 256 * 2**20
@@ -70,6 +71,8 @@ def read_availability_trace(path: Path, seed: int = 0, gpus_per_worker: int = 1)
         return parse_availability_trace(data.decode("utf-8-sig"), path.stem, seed, gpus_per_worker)
     except UnicodeDecodeError:
         raise TraceFileError(f"{path}: not UTF-8 text; {_FORMS}") from None
+    except ProfilerTraceError as error:
+        raise TraceFileError(str(error)) from None
     except ValueError as error:
         raise TraceFileError(f"{path}: {error}") from None
 

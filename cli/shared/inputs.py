@@ -3,6 +3,8 @@
 import errno
 import os
 import tempfile
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.cli.shared.console import near, refuse
@@ -10,6 +12,11 @@ from slipstream.planner.job.file import Job, JobError, read_job, workers_of_node
 from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.table import Table, library, library_names
+
+FEW = 4
+"""Choices that are told with `or` between them."""
 
 
 def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
@@ -29,10 +36,27 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
         refuse(error)
 
 
-def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+def require_choice(option: str, value: str | None, choices: Collection[str]) -> None:
     """Refuse a value that the option does not know."""
     if value is not None and value not in choices:
-        refuse(f"{option} {value}: expected {' or '.join(choices)}{near(value, choices)}")
+        known = " or ".join(choices) if len(choices) <= FEW else f"one of {', '.join(choices)}"
+        refuse(f"{option} {value}: expected {known}{near(value, choices)}")
+
+
+def table_or_refuse(folder: Path, option: str = "") -> Table:
+    """The table in a folder, or the one of this name that comes with Slipstream."""
+    path = folder if is_there(folder) else library(str(folder))
+    if path is None:
+        known = library_names()
+        hint = near(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
+        refuse(f"{option}{folder}: no such folder or table{hint}")
+    with suppress(OSError):  # opening it gives the reason
+        if path.is_file():
+            refuse(f"{option}{folder}: a file; expected the folder of a table, as `slipstream table` writes it")
+    try:
+        return Table.load(path)
+    except TableError as error:
+        refuse(f"{option}{error}")
 
 
 def read_job_or_refuse(path: Path) -> Job:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from slipstream.cli.shared.console import refuse
-from slipstream.cli.shared.inputs import is_there
+from slipstream.cli.shared.inputs import is_there, table_or_refuse
 from slipstream.planner.job.file import Job
 from slipstream.planner.model.from_job import grid_of
 from slipstream.runtime.config import RunConfig
@@ -22,7 +22,6 @@ from slipstream.runtime.model.layers.layered_model import model_for, parameter_d
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.replay.placement import place
 from slipstream.schedules.schedule import Grid, Schedule, Worker
-from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table
 
@@ -53,10 +52,7 @@ def require_trainable(job: Job, config: RunConfig) -> None:
 
 def read_table(path: Path, job: Job) -> Table:
     """A table that fits the job; exits 2 otherwise."""
-    try:
-        table = Table.load(path)
-    except TableError as error:
-        refuse(error)
+    table = table_or_refuse(path)
     require_fit(path, table.basis.grid, job)
     return table
 

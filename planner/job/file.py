@@ -14,9 +14,8 @@ from slipstream.planner.job.megatron import layout_counts
 from slipstream.planner.job.network import Network, read_network
 from slipstream.planner.job.toml import JobError as JobError
 from slipstream.planner.job.toml import TomlTable, count, number, shortened
-from slipstream.schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
 from slipstream.schedules.files import read_at_most
-from slipstream.schedules.schedule import Worker
+from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
 # --- Which workers share a node (a machine), and so fail together: `[topology]` ---------------------------------------
 

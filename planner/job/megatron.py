@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from slipstream.planner.job.toml import JobError, shortened
-from slipstream.schedules.codec import MAX_WORKERS
+from slipstream.schedules.schedule import MAX_WORKERS
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")
 _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")

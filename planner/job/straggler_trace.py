@@ -5,7 +5,7 @@ stages (mc) beyond the first are refused.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,20 +75,8 @@ class StragglerTrace(NamedTuple):
 
 def read_straggler_trace(path: Path) -> StragglerTrace:
     """Read a file. Raises ProfilerTraceError, also where pyarrow is not installed."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ProfilerTraceError(f"{path}: parquet files are read with pyarrow, which is not installed: pip install "
-                                 "'slipstream-train[parquet]'") from None
-    try:
-        table: Any = parquet.read_table(path, columns=list(COLUMNS))
-        kinds = np.array(table["optype"].to_pylist())
-        column = {name: table[name].to_numpy() for name in COLUMNS if name != "optype"}
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise ProfilerTraceError(f"{path}: no trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise ProfilerTraceError(f"{path}: no column {missing[0]}; expected those of StragglerAnalysis")
+    column = read_columns(path, COLUMNS)
+    kinds = column["optype"]
     computing = np.isin(kinds, KINDS)
     if not computing.any():
         raise ProfilerTraceError(f"{path}: no op is a {' or a '.join(KINDS)}")
@@ -108,13 +96,32 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     begin, end = column["start_ts"].astype(np.float64), column["start_ts"].astype(np.float64) + column["duration"]
     number_of = np.searchsorted(steps, column["step"])
     known = (number_of < len(steps)) & (steps[np.minimum(number_of, len(steps) - 1)] == column["step"])
-    measured = _spans(number_of, begin, end, known, len(steps))
-    computed = _spans(number_of, begin, end, computing, len(steps))
+    measured = spans(number_of, begin, end, known, len(steps))
+    computed = spans(number_of, begin, end, computing, len(steps))
     return StragglerTrace(seconds, float((measured - computed).mean()), _transfer(kinds, column), measured)
 
 
-def _spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
-           some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Columns of a file, all as long. Raises ProfilerTraceError, also where pyarrow is not installed."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ProfilerTraceError(f"{path}: parquet files are read with pyarrow, which is not installed: pip install "
+                                 "'slipstream-train[parquet]'") from None
+    try:
+        table: Any = parquet.read_table(path, columns=list(names))
+        found = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()
+                 for name in names if name in table.column_names}
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise ProfilerTraceError(f"{path}: no trace of StragglerAnalysis: {str(error).splitlines()[0]}") from None
+    if missing := [name for name in names if name not in found]:
+        raise ProfilerTraceError(f"{path}: no column {missing[0]}; expected those of StragglerAnalysis")
+    return found
+
+
+def spans(step: npt.NDArray[np.int64], begin: npt.NDArray[np.float64], end: npt.NDArray[np.float64],
+          some: npt.NDArray[np.bool_], steps: int) -> npt.NDArray[np.float64]:
     """[steps]: from the first begin to the last end of some ops."""
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])

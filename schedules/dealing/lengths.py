@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.schedules.dealing.deal import CostError, Costs
+from slipstream.schedules.dealing.fit import sizes_of
+from slipstream.schedules.files import read_at_most
 
 MAX_BYTES = 2**28
 
@@ -17,12 +19,9 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
     `context`: the most tokens a sample has.
     """
     try:
-        data = path.read_bytes()[:MAX_BYTES + 1]
-        if len(data) > MAX_BYTES:
-            raise CostError(f"{path}: more than {MAX_BYTES} bytes")
-        lines = data.decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CostError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise CostError(f"{path}: cannot be read: {error}") from None
     samples = []
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -50,8 +49,7 @@ def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
     `attention`: the share of F and of I that grows with the squares of documents' lengths, on average; the rest, and
     W, which has matrix products only, grow with tokens.
     """
-    tokens = np.array([sum(lengths) for lengths in samples], np.float64)
-    squares = np.array([sum(length**2 for length in lengths) for lengths in samples], np.float64)
+    _, tokens, squares = sizes_of(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()
     both = (1 - attention) * plain + attention * squares / squares.mean()
     return np.stack((both, both, plain), axis=1)

@@ -11,7 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -23,15 +23,18 @@ from slipstream.schedules.schedule import (
     Grid,
     LayerRange,
     Memory,
+    Natural,
     OptimizerMode,
     Program,
-    ProgramOp,
     Schedule,
     Scope,
     Seat,
     Status,
+    Ticks,
+    TickSeconds,
     Times,
     Worker,
+    renamed,
 )
 
 VERSION = 2
@@ -55,7 +58,7 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What all entries of a table have in common: the job, with times in ticks, and how it was planned."""
 
     job: str
-    tick_seconds: float
+    tick_seconds: TickSeconds
     grid: Grid
     times: Times
     memory: Memory | None
@@ -70,12 +73,17 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     params: dict[str, Any] = {}
     """What steered the search; empty for the usual values."""
 
+    @property
+    def costs(self) -> "EntryCosts":
+        """Those of entries that have none of their own."""
+        return EntryCosts(tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory)
+
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Slices of an entry, and times and sizes that are not those of the basis: for it has slices, or finer ticks, or a
     slow worker is down."""
 
-    tick_seconds: float
+    tick_seconds: TickSeconds
     slices: tuple[LayerRange, ...]
     times: Times
     memory: Memory | None
@@ -86,11 +94,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     key: str
     failed: tuple[Worker, ...]
-    period_ticks: int
-    lower_bound_ticks: int
+    period_ticks: Ticks
+    lower_bound_ticks: Ticks
     status: Status
     method: str
-    seats: tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], ...]
+    seats: tuple[tuple[Natural, ...], ...]
     """For each live worker, ascending: the number of its program, then the pipelines that the program helps."""
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
     """For each live worker: the layers it holds, null for those of its column. Empty where that is so for all."""
@@ -101,7 +109,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def tick_seconds(self, basis: Basis) -> float:
         """How long a tick of this entry is."""
-        return basis.tick_seconds if self.costs is None else self.costs.tick_seconds
+        return (self.costs or basis.costs).tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,20 +263,16 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     holds = tuple(seat.holds for seat in schedule.seats)
     costs = EntryCosts(tick_seconds=schedule.tick_seconds, slices=schedule.slices, times=schedule.times,
                        memory=schedule.memory)
-    shared = EntryCosts(tick_seconds=basis.tick_seconds, slices=(), times=basis.times, memory=basis.memory)
     return Entry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
                  lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
-                 holds=() if all(held is None for held in holds) else holds, costs=None if costs == shared else costs,
-                 bound_scope=schedule.bound_scope)
+                 holds=() if all(held is None for held in holds) else holds,
+                 costs=None if costs == basis.costs else costs, bound_scope=schedule.bound_scope)
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
     """The text of a program, with positions for the pipelines it helps, and these pipelines in their order."""
-    position: dict[int, int] = {}
-    ops = [op if op.pipeline is None else
-           ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
-           for op in program]
-    return msgspec.json.encode(ops), tuple(position)
+    helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
+    return msgspec.json.encode(renamed(program, {pipeline: index for index, pipeline in enumerate(helped)})), helped
 
 
 def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
@@ -298,19 +302,10 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
             lengths += len(decoded[number])
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
-    costs = entry.costs or EntryCosts(tick_seconds=basis.tick_seconds, slices=(), times=basis.times,
-                                      memory=basis.memory)
+    costs = entry.costs or basis.costs
     return Schedule(job=basis.job, tick_seconds=costs.tick_seconds, grid=basis.grid, slices=costs.slices,
                     times=costs.times, memory=costs.memory, backward=basis.backward, optimizer=basis.optimizer,
                     failed=entry.failed, seats=seats,
-                    programs=tuple(_with_pipelines(decoded[number], helped) for number, *helped in order),
+                    programs=tuple(renamed(decoded[number], helped) for number, *helped in order),
                     period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
                     method=entry.method, bound_scope=entry.bound_scope)
-
-
-def _with_pipelines(program: Program, helped: Sequence[int]) -> Program:
-    """A stored program, with the pipelines it helps in place of their positions."""
-    if not helped:
-        return program
-    return tuple(op if op.pipeline is None else
-                 ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)

@@ -20,7 +20,7 @@ import msgspec
 
 from slipstream.schedules.layers import layers_in
 from slipstream.schedules.memory import room
-from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker
+from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Schedule, Seat, Worker, renamed
 from slipstream.schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
 
 # --- What workers must load for the roles that they play --------------------------------------------------------------
@@ -295,14 +295,6 @@ def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Work
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
-
-
-def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
-    """A program with the pipelines of its re-routed micro-batches renumbered. The same object where none changes."""
-    if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
-        return program
-    return tuple(op if op.pipeline is None else
-                 type(op)(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
 
 
 def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:

@@ -59,7 +59,7 @@ def test_what_torch_cannot_run_is_answered_no(files):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["export", "whole.json", "--to", "onnx"],
-     "--to onnx: expected torch-csv or torchtitan or megatron or primus or hugging-face"),
+     "--to onnx: expected one of torch-csv, torchtitan, megatron, primus, hugging-face"),
     (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
     (["export", "job.toml"], "job.toml: no readable schedule"),
     (["plan", "job.toml", "--from", "csv", "order.csv"], "--from csv: expected torch-csv"),

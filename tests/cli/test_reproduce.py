@@ -28,4 +28,4 @@ def test_a_published_figure_as_table_json_and_picture(tmp_path):
 
 def test_an_unknown_figure_exits_2():
     result = slipstream("reproduce", "magic")
-    assert result.exit_code == 2 and "no such figure; expected one of worked-example, failures" in result.stderr
+    assert result.exit_code == 2 and "figure magic: expected one of worked-example, failures" in result.stderr

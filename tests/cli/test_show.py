@@ -11,11 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.drawing.op_labels import worker_label
 from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import drawing
 from slipstream.cli.drawing.text_timeline import MAX_ROWS, timeline
 from slipstream.cli.timeline_page import Shown, timeline_page
 from slipstream.schedules.codec import write
+from slipstream.schedules.layers import short
 from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
 from slipstream.schedules.schedule import Memory, OpKind, Worker
 from tests.general import general_schedules, layers_moved
@@ -299,6 +301,21 @@ def test_layers_moved_as_a_picture():
                  "re-routed (pipeline.micro-batch)", ">shed<", "F3:4-6: layers 4 to 6"):
         assert text in picture
     assert "shed" not in drawing(by_hand(BROKEN)).decode()
+
+
+@settings(max_examples=30)
+@given(general_schedules())
+def test_no_name_of_a_worker_is_cut(schedule):
+    """By the margin: where layers have moved, names are long. Layers that are left out are told by dots."""
+    root = ElementTree.fromstring(drawing(schedule))
+    left = float(root.get("viewBox").split()[0])
+    names = {text.text: float(text.get("x")) for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "end"}
+    assert len(names) == schedule.grid.pipelines * schedule.grid.columns
+    assert all(left <= end - 6 * len(name) for name, end in names.items())  # 6: of a letter of this size
+    for seat in schedule.seats:
+        if schedule.holds_others(seat):
+            held = short(schedule.holds_of(seat))
+            assert worker_label(seat.worker, schedule).endswith(f"[{held}]" if len(held) <= 12 else f"[{held[:11]}…]")
 
 
 def test_layers_moved_in_perfetto():

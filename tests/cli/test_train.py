@@ -318,7 +318,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--slow", "1.0=2"], "--slow 1.0=2: expected D.S=FACTOR@ITERATION, for example 1.2=2@10"),
     (["--slow", "7.0=2@3"], "--slow 7.0=2@3: the job has no worker 7.0"),
     (["--return", "7.0@3"], "--return 7.0@3: the job has no worker 7.0"),
-    (["--table", "/no/such"], "/no/such/index.json: cannot be read"),
+    (["--table", "/no/such"], "/no/such: no such folder or table"),
     (["--params", "/no/such.toml"], "/no/such.toml"),
     (["--resume", "/no/such"], "--resume /no/such: no checkpoint is there"),
 ])

@@ -41,7 +41,7 @@ def test_placed_in_order_of_start():
     (b"0.5,0.75", b"-0.5,0.75", "expected 0 <= start <= end"),
     (b"0.5,0.75", b"0.5,1e99", "expected 0 <= start <= end"),
     (b"0.5,0.75", b"0.5,NaN", "no readable trace"),
-    (b"[0,1]", b"[-1,1]", "there is no worker -1.1"),
+    (b"[0,1]", b"[-1,1]", "Expected `int` >= 0"),
     (b'"O"', b'"Z"', "no readable trace"),
 ])
 def test_refused(old, new, reason):

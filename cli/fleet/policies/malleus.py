@@ -108,7 +108,6 @@ class ResiHP(Malleus):
     title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
     source = "ResiHP (arXiv 2605.06374); nonuniform tensor parallelism: arXiv 2504.06095; our reading: no public code"
     assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the others, in proportion"
-    same_with_whole_machines = Malleus
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004

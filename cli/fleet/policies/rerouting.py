@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.loads import DownByStage
-from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
+from slipstream.cli.fleet.policy import Cause, Phase, RatedByStage, Scenario
 
 
 class Stages:
@@ -55,7 +55,7 @@ class Stages:
         return other
 
 
-class Rerouting(Policy):
+class Rerouting(RatedByStage):
     """What this planner and ReCycle have in common: which machine holds which stage, and what moving one costs.
 
     A failure discards the iteration in progress (half of one on average), and the survivors go on after a switch. A new
@@ -81,20 +81,6 @@ class Rerouting(Policy):
         where none loads one."""
         self._loaded_at = 0.0
         """When every machine holds its stage."""
-
-    @abstractmethod
-    def rate(self, down: DownByStage) -> float:
-        """Samples per second with so many workers down in each stage."""
-
-    @property
-    def fault_free_rate(self) -> float:
-        """With all workers alive."""
-        return self.rate((0,) * self.scenario.stages)
-
-    def steady_rate(self, failures: int) -> float:
-        """With failures spread over stages. Without moves, too: they may happen to fall there."""
-        spread = self.throughputs.loads.even_spread(failures)
-        return self.rate(spread) if spread else 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Every machine in its place of the grid; where some stage would have no worker, stages are assigned anew."""

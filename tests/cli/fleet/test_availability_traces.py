@@ -1,6 +1,5 @@
 """Trace files of both forms, clean and dirty, and drawn traces."""
 
-import math
 
 import pytest
 from hypothesis import given
@@ -227,11 +226,7 @@ def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
 
 def test_failures_come_at_the_rate_asked_for():
     failures = failing(100, repair_hours=1e-3, transient_share=0)
-    for shape in (1.0, 0.7):
-        rates = failing(100, repair_hours=1e-3, transient_share=0, shape=shape)
-        many = draw_trace(rates, 200, 50)
-        expected = 200 * 50 * 24 / 100
-        assert many.removals == pytest.approx(expected, rel=0.15 if shape == 1.0 else 0.35)
+    assert draw_trace(failures, 200, 50).removals == pytest.approx(200 * 50 * 24 / 100, rel=0.15)
     assert draw_trace(failures, 10, 5, 1) == draw_trace(failures, 10, 5, 1) != draw_trace(failures, 10, 5, 2)
 
 
@@ -265,9 +260,6 @@ def test_llama_3_fails_every_three_hours():
     assert trace.seconds_between_failures / 3600 == pytest.approx(3.1, rel=0.15)
 
 
-@pytest.mark.parametrize("wrong", [
-    failing(0.0), failing(1.0, transient_share=2.0), failing(math.nan), failing(1.0, (0, 1.0)),
-    failing(1.0, repair_hours=0.0), failing(1e-9)])
-def test_rates_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match="expected"):
-        draw_trace(wrong, 4, 1)
+def test_more_failures_than_can_be_drawn_are_refused():
+    with pytest.raises(ValueError, match="expected at most 5 million"):
+        draw_trace(failing(1e-9), 4, 1)

@@ -72,7 +72,7 @@ def test_slow_workers_of_straggler_analysis(tmp_path):
     assert (trace.places, trace.live) == (8, tuple(range(8))) and trace.length_seconds == 150.0
     assert trace.changes == (Change(50.0, slowed=((2, 2.5),)),), "sends are not computation"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no more")
-    with pytest.raises(TraceFileError, match="not a Parquet file"):
+    with pytest.raises(TraceFileError, match="no trace of StragglerAnalysis"):
         read_availability_trace(tmp_path / "bad.parquet")
     parquet.write_table(arrow.table({"step": [1]}), tmp_path / "other.parquet")
     with pytest.raises(TraceFileError, match=r"StragglerAnalysis|no column"):
