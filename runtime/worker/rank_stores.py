@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.state.parts import Cut, Elements
 from slipstream.runtime.protocol.to_coordinator import Kept
@@ -28,8 +30,8 @@ class RankStores(LayerStore):
     """
 
     def __init__(self, build: Build, restore: Restore, ranks: Sequence[tuple[LayerStore, StandIn]],
-                 holding: RankHolding) -> None:
-        super().__init__(build, restore)
+                 holding: RankHolding, device: torch.device) -> None:
+        super().__init__(build, restore, holding, device)
         self._ranks = ranks
         self.holding: RankHolding = holding
 

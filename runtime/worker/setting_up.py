@@ -1,12 +1,13 @@
 """What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
+from torch import nn
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms
@@ -18,7 +19,7 @@ from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.ranks.rank_parts import RankParts
 from slipstream.runtime.model.state.followed_part import SteppedPart
-from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.holding import build_holding, build_layer
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import Reporter
@@ -96,15 +97,13 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
     """What holds layers; those of each rank, too, where this process stands for several."""
     training = spec.settings.config.training
 
-    def build(layers: Iterable[int], *, filled: bool) -> Holding:
-        return build_holding(model, layers, training, filled=filled)
-
+    build, device = partial(build_layer, model, config=training), model.device
     if spec.stands_for == 1:
-        return LayerStore(build, checkpoints.load)
-    ranks = [(LayerStore(partial(rank.holding, RankParts), checkpoints.load), rank.standing_in) for rank in by_rank]
-    parts = [store.holding for store, _ in ranks if isinstance(store.holding, RankParts)]
-    holding = RankHolding(training, parts, sharing_of(model))
-    return RankStores(build, checkpoints.load, ranks, holding)
+        return LayerStore(build, checkpoints.load, build_holding(model, (), training), device)
+    parts = [rank.parts() for rank in by_rank]
+    ranks = [(LayerStore(rank.build, checkpoints.load, mine, device), rank.standing_in)
+             for rank, mine in zip(by_rank, parts, strict=True)]
+    return RankStores(build, checkpoints.load, ranks, RankHolding(training, parts, sharing_of(model)), device)
 
 
 def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
@@ -113,7 +112,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharin
     training, secret = spec.settings.config.training, spec.settings.secret
 
     told = AllUpToDate(events, spec.stands_for)
-    follow = partial(SteppedPart, config=training, sharing=sharing)
+    follow = partial(SteppedPart, config=training, device=device, sharing=sharing)
     return RankReceivers([LayerReceiver(of.module, follow, device, secret, told) for of in store.by_rank])
 
 
@@ -134,10 +133,15 @@ class _RankModel:
         with self.standing_in():
             self._model = model_for(config.model, config.training.seed, parameter_dtype(config.training), device)
 
-    def holding(self, kind: type[Holding], layers: Iterable[int], *, filled: bool) -> Holding:
-        """Layers as that rank has them; unless `filled`, their states are to be loaded."""
+    def build(self, layer: int, *, filled: bool) -> nn.Module:
+        """A layer as that rank has it; unless `filled`, its state is to be loaded."""
         with self.standing_in():
-            return build_holding(self._model, layers, self._training, kind, filled=filled)
+            return build_layer(self._model, layer, self._training, filled=filled)
+
+    def parts(self) -> RankParts:
+        """What that rank holds: nothing yet."""
+        with self.standing_in():
+            return RankParts({}, self._training, sharing_of(self._model))
 
 
 class _FetchReports(ReceiverEvents):
