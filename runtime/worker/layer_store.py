@@ -170,6 +170,10 @@ class LayerStore:
         return {layer: held[layer] if layer in held else moved(self.module(layer), self._device)
                 for layers in cuts for layer in range(*layers)}
 
+    def module_at(self, rank: int, layer: int) -> nn.Module:  # noqa: ARG002  # there is one
+        """`module`, as a rank of the worker has it for which this process stands."""
+        return self.module(layer)
+
     def module(self, layer: int) -> nn.Module:
         """A layer: one that is held, or a new one, whose state is to be loaded by `keep_parts`. For any thread."""
         held = self.holding.modules

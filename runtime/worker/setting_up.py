@@ -13,7 +13,7 @@ from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from slipstream.runtime.model.layers.sharing import Sharing, sharing_of
+from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import enter_group, standing_in
 from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
@@ -36,7 +36,6 @@ from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
-from slipstream.runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
 from slipstream.runtime.worker.rank_stores import RankStores
 from slipstream.schedules.schedule import Worker
 
@@ -69,10 +68,10 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         memory=DeviceMemory(spec.worker, device),
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
-        layer_sender=RankSenders([
-            LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
-            for _ in range(spec.stands_for)], layer_store))
+        layer_receiver=LayerReceiver(
+            layer_store.module_at, partial(SteppedPart, config=training, device=device, sharing=sharing), device,
+            settings.secret, _FetchReports(spec.worker, channel, injector), _ranks(spec)),
+        layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 
 def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
@@ -104,16 +103,6 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
     ranks = [(LayerStore(rank.build, checkpoints.load, mine, device), rank.standing_in)
              for rank, mine in zip(by_rank, parts, strict=True)]
     return RankStores(build, checkpoints.load, ranks, RankHolding(training, parts, sharing_of(model)), device)
-
-
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
-               events: ReceiverEvents) -> RankReceivers:
-    """What gets layers. A process that stands for several ranks gets those of each."""
-    training, secret = spec.settings.config.training, spec.settings.secret
-
-    told = AllUpToDate(events, spec.stands_for)
-    follow = partial(SteppedPart, config=training, device=device, sharing=sharing)
-    return RankReceivers([LayerReceiver(of.module, follow, device, secret, told) for of in store.by_rank])
 
 
 def _ranks(spec: WorkerSpec) -> range:

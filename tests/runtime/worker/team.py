@@ -113,12 +113,13 @@ class Team:
             member.sender.give(generation, committed, 1, member.store, lambda: None)
 
     def take(self, generation: int, fetch: int = 1):
-        return self.receiver.take(generation, fetch, lambda: None)
+        (found,) = self.receiver.take(generation, fetch, lambda: None)
+        return found
 
 
 def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
     return LayerReceiver(
-        lambda layer: build(training, [layer], seed=1).modules[layer],
+        lambda _, layer: build(training, [layer], seed=1).modules[layer],
         partial(SteppedPart, config=training, device=CPU), CPU, SECRET, Told(told))
 
 
