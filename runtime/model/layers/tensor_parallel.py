@@ -1,7 +1,7 @@
 """Collectives over the ranks of a worker that a backward goes through, for tensor-parallel layers.
 
 They come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv 1909.08053; sequence parallelism:
-Korthikanti et al., arXiv 2205.05198).
+Korthikanti et al., arXiv 2205.05198). Where a worker is one process, they do nothing.
 """
 
 from typing import Any
@@ -13,26 +13,34 @@ from slipstream.runtime.model.layers.shards import gathered, in_parts
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 
-def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """The parts of all ranks, one after the other along a dimension; backward: `sum_parts`."""
+    if group is None:
+        return tensor
     result: Tensor = _GatherParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """This rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
+    if group is None:
+        return tensor
     result: Tensor = _SumParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_ranks(tensor: Tensor, group: WorkerGroup) -> Tensor:
+def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
     """The sum over all ranks, which all have; backward: each has the gradient of the sum."""
+    if group is None:
+        return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def for_all_ranks(group: WorkerGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters that all ranks have and each uses on its part of the data; backward: gradients summed over all."""
+    if group is None:
+        return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
     return result
 
