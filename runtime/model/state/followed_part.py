@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.state.parameter_groups import grouped
-from slipstream.runtime.model.state.part_state import PartState, name_of, trained
+from slipstream.runtime.model.state.part_state import PartState, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 
 HOST = torch.device("cpu")
