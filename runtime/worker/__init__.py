@@ -36,5 +36,5 @@ Its parts:
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker
     rank_stores          what it holds for each of them, where workers keep parts of optimizer states
-    checkpointer, checkpoint_reader, speed_test, slowed_recorder
+    checkpointer, speed_test, slowed_recorder
 """

@@ -24,7 +24,6 @@ from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
-from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_receiver import LayerReceiver
@@ -66,7 +65,6 @@ class WorkerContext:
     """As each rank does that it stands for."""
     layer_store: LayerStore
     memory: DeviceMemory
-    checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
     layer_sender: LayerSender

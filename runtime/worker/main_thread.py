@@ -245,7 +245,7 @@ class MainThread:
                 self._channel.send(self._status())
             case ReportCheckpoints():
                 self._threads.begin(self._context.device, "checkpoints", lambda: self._channel.send(
-                    Checkpoints(self._worker, self._context.checkpoints.iterations())))
+                    Checkpoints(self._worker, self._context.checkpointer.iterations())))
 
     def _keep_loss(self, message: Acknowledged) -> None:
         if message.committed is not None:

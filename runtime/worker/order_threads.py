@@ -69,7 +69,6 @@ class OrderThreads:
                     self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.clear()
-                    context.checkpoints.go_back(order.first_iteration)
                     context.checkpointer.go_back(order.first_iteration)
             generation.run()
 

@@ -29,13 +29,12 @@ from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.torch_private import TCPStore
-from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext, WorkerLink
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.layer_store import LayerStore, Restore
 from slipstream.runtime.worker.rank_stores import RankStores
 from slipstream.schedules.schedule import Worker
 
@@ -53,9 +52,9 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     model = model_for(config.model, training.seed, parameter_dtype(training), device)
     passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
-    checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
     by_rank = [] if spec.stands_for == 1 else [_RankModel(config, device, rank) for rank in _ranks(spec)]
-    layer_store = _layer_store(spec, model, checkpoints, by_rank)
+    layer_store = _layer_store(spec, model, checkpointer.load, by_rank)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
@@ -66,8 +65,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
-        checkpoints=checkpoints,
-        checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
+        checkpointer=checkpointer,
         layer_receiver=LayerReceiver(
             layer_store.module_at, partial(SteppedPart, config=training, device=device, sharing=sharing), device,
             settings.secret, _FetchReports(spec.worker, channel, injector), _ranks(spec)),
@@ -91,18 +89,18 @@ def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
             deadline = 0.0  # that goes on without this worker
 
 
-def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader,
+def _layer_store(spec: WorkerSpec, model: LayeredModel, restore: Restore,
                  by_rank: Sequence["_RankModel"]) -> LayerStore:
     """What holds layers; those of each rank, too, where this process stands for several."""
     training = spec.settings.config.training
 
     build, device = partial(build_layer, model, config=training), model.device
     if spec.stands_for == 1:
-        return LayerStore(build, checkpoints.load, build_holding(model, (), training), device)
+        return LayerStore(build, restore, build_holding(model, (), training), device)
     parts = [rank.parts() for rank in by_rank]
-    ranks = [(LayerStore(rank.build, checkpoints.load, mine, device), rank.standing_in)
+    ranks = [(LayerStore(rank.build, restore, mine, device), rank.standing_in)
              for rank, mine in zip(by_rank, parts, strict=True)]
-    return RankStores(build, checkpoints.load, ranks, RankHolding(training, parts, sharing_of(model)), device)
+    return RankStores(build, restore, ranks, RankHolding(training, parts, sharing_of(model)), device)
 
 
 def _ranks(spec: WorkerSpec) -> range:
