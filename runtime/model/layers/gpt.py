@@ -81,7 +81,7 @@ class Attention(nn.Module):
         if self.group is not None and dropout:
             attend = self._attend_dropping
         y_BNTK = within_documents(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
-        return _summed(y_BNTK.transpose(1, 2).flatten(2), self.out.weight, out_bias, self.group)
+        return _summed(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
 
     def _attend_dropping(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
         """Attention of whose weights [B, N, T, T] some are dropped: those that one process would drop.
@@ -117,14 +117,14 @@ class Block(nn.Module):
     def _attended(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
                   positions_BT: Tensor | None) -> Tensor:
         """What attention adds to features."""
-        y_BSC: Tensor = self.attention(_normed(x_BSC, norm, bias, self.group), positions_BT, out_bias)
+        y_BSC: Tensor = self.attention(_normed(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
+                                       out_bias)
         return _dropped(y_BSC, self.dropout, self.group, self.training)
 
     def _fed(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
         """What the MLP adds to features."""
-        y_BTC = functional.gelu(self.up(_normed(x_BSC, norm, bias, self.group)))
-        return _dropped(_summed(y_BTC, self.down.weight, down_bias, self.group), self.dropout, self.group,
-                        self.training)
+        y_BTC = functional.gelu(self.up(_normed(x_BSC, self.mlp_norm, norm, bias, self.group)))
+        return _dropped(_summed(y_BTC, self.down, down_bias, self.group), self.dropout, self.group, self.training)
 
 
 class Head(nn.Module):
@@ -138,8 +138,8 @@ class Head(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Features [B, S, C] to logits [B, T, V / R]."""
-        logits_BTV: Tensor = self.logits(_normed(x_BSC, *for_all_ranks(self.group, self.norm.weight, self.norm.bias),
-                                                 self.group))
+        weight, bias = for_all_ranks(self.group, self.norm.weight, self.norm.bias)
+        logits_BTV: Tensor = self.logits(_normed(x_BSC, self.norm, weight, bias, self.group))
         return logits_BTV
 
 
@@ -200,23 +200,28 @@ class GPT:
 def gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> GPT:
     """The GPT, or what a rank of a worker has of it. Raises ConfigError where it cannot be cut evenly."""
     group = worker_group()
-    for name in ("heads", "context", "vocabulary") if group is not None else ():
-        if getattr(config, name) % group.size():
+    ranks = 1 if group is None else group.size()
+    for name in ("heads", "context", "vocabulary"):
+        if getattr(config, name) % ranks:
             raise ConfigError(f"model.{name} is {getattr(config, name)}; expected a multiple of "
-                              f"training.tensor_parallel, {group.size()}")
+                              f"training.tensor_parallel, {ranks}")
     return GPT(config, seed, dtype, device, group)
 
 
-def _normed(x_BSC: Tensor, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Features of the whole sequence [B, T, C], normed."""
+def _normed(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
+    """Features of the whole sequence [B, T, C], normed; with weight and bias as all ranks use them."""
+    if group is None:
+        found: Tensor = norm(x_BSC)
+        return found
     return gather_parts(functional.layer_norm(x_BSC, x_BSC.shape[-1:], weight, bias), 1, group)
 
 
-def _summed(x_BTC: Tensor, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """A product of whose columns each rank has some: features [B, S, C]."""
+def _summed(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
+    """A product, of whose columns each rank has some: features [B, S, C]. The bias is as all ranks use it."""
     if group is None:
-        return functional.linear(x_BTC, weight, bias)
-    return sum_parts(functional.linear(x_BTC, weight), 1, group) + bias
+        found: Tensor = product(x_BTC)
+        return found
+    return sum_parts(functional.linear(x_BTC, product.weight), 1, group) + bias
 
 
 def _dropped(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from slipstream.runtime.model.layers.layered_model import model_for
-from slipstream.runtime.model.layers.unfilled import moved
 from slipstream.runtime.model.state.holding import build_holding, build_layer
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
@@ -124,4 +123,3 @@ def test_a_layer_that_is_fetched_takes_nothing_of_the_device_before_it_is_held()
                        build_holding(model, (), training), device)
     store.prepare([1])
     assert {(one.device.type, one.grad) for one in store.module(1).parameters()} == {("cpu", None)}
-    assert {one.device.type for one in moved(store.module(1), device).parameters()} == {"meta"}
