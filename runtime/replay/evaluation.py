@@ -76,7 +76,7 @@ class Evaluation:
         """This worker's part of the mean loss. Raises CommunicationError, and whatever `before_op` raises."""
         self._exchange.more(self._iterations)
         total = 0.0
-        self._mode.begin(self._slices.modules)
+        self._mode.begin(self._slices.holding.modules.values())
         try:
             with torch.no_grad():
                 for _ in range(self._iterations):

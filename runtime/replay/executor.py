@@ -10,6 +10,7 @@ from slipstream.runtime.model.computing.slices import SliceRunner, Slices
 from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.passed import Value
+from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
@@ -71,7 +72,7 @@ class Executor:
         self._split = schedule.backward == "split"
         self._reduces_beside = _computes_after_reducing(self._program)
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
-        self._slices = slices
+        self._slices, self._holding = slices, slices.holding
         self._steps = steps
         self._session = session
         self._parts = [PartExchange(rank) for rank in session.by_rank]
@@ -97,7 +98,7 @@ class Executor:
             self._forget_round()
         self._exchange.end_iteration()
         self._session.commit_point()
-        self._steps.when_validated(partial(_note_whole, self._slices, self._steps, iteration))
+        self._steps.when_validated(partial(_note_whole, self._holding, self._steps, iteration))
         return self._loss
 
     def evaluate(self, iteration: int) -> float:
@@ -134,7 +135,7 @@ class Executor:
         assert self._steps.validated is not None
         self._gather_all()
         self._session.commit_point()
-        self._slices.gathered(self._steps.validated[0])
+        self._holding.gathered(self._steps.validated[0])
 
     def _forget_round(self) -> None:
         self._void_rounds += 1
@@ -190,14 +191,16 @@ class Executor:
         """In the order of the program, whichever thread that is: so nobody waits for another one's in a circle."""
         slice = step.op.slice
         assert slice is not None
-        with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
-            layers, cut = self._slices.layers[slice], self._slices.cut(slice)
+        layers = self._slices.layers[slice]
+        with self._recorder.timing(step.op), self._holding.summed(layers) as by_rank:
+            cut = self._holding.sharded_cut(layers)
             if cut is None:
                 self._sum(layers, by_rank)
-            else:
-                for number, (rank, (gradients, *whole)) in enumerate(zip(self._session.by_rank, by_rank, strict=True)):
-                    self._parts[number].reduce(layers, gradients, cut, self._slices.copies(slice, number))
-                    rank.sum_over_sharers(layers, whole)
+                return
+            for rank, parts, holding, (gradients, *whole) in zip(
+                    self._session.by_rank, self._parts, self._holding.by_rank, by_rank, strict=True):
+                parts.reduce(layers, gradients, cut, holding.copies(layers))
+                rank.sum_over_sharers(layers, whole)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for rank, gradients in zip(self._session.by_rank, by_rank, strict=True):
@@ -210,8 +213,8 @@ class Executor:
         self._session.wait_beside()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            for name in self._slices.shared:
-                with self._slices.summed_shared(name) as by_rank:
+            for name in self._holding.shared_gradients:
+                with self._holding.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             self._steps.step(self._iteration, self._loss, self._wait_for_copies)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
@@ -223,11 +226,11 @@ class Executor:
 
     def _gather_all(self) -> None:
         """Gather the parameters of all ranks that this process stands for; they are on their way at the same time."""
-        gathering = [exchange.gather(layers, parameters, cut) for own_rank, exchange in enumerate(self._parts)
-                     for layers, parameters, cut in self._slices.flat_parameters(own_rank)]
+        gathering = [parts.gather(*one) for parts, holding in zip(self._parts, self._holding.by_rank, strict=True)
+                     for one in holding.flat_parameters()]
         for finish in gathering:
             finish()
-        self._slices.arrived()
+        self._holding.arrived()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None
@@ -273,10 +276,10 @@ def _computes_after_reducing(program: Sequence[_Step]) -> bool:
     return OpKind.A in kinds and any(kind in COMPUTE_KINDS for kind in kinds[kinds.index(OpKind.A):])
 
 
-def _note_whole(slices: Slices, steps: Steps, iteration: int) -> None:
+def _note_whole(holding: Holding, steps: Steps, iteration: int) -> None:
     """A step has been validated: what was gathered after it is right if the guess was."""
     if not steps.wrong:
-        slices.gathered(iteration)
+        holding.gathered(iteration)
 
 
 _HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {

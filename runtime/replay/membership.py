@@ -21,14 +21,22 @@ class Membership(NamedTuple):
     stand_for: Mapping[Worker, int] = {}
     """For how many ranks each process stands of the workers that have lost some."""
 
+    acts_as: int = 0
+    """Which of the ranks it is that this process stands for."""
+
+    @property
+    def by_rank(self) -> list["Membership"]:
+        """As each of the ranks that this process stands for."""
+        return [self._replace(acts_as=rank) for rank in range(self.stands_for)]
+
     @property
     def stands_for(self) -> int:
         """For how many ranks this process does."""
         return 1 if self.group is None else self.group.stands_for
 
-    def process(self, worker: Worker, own_rank: int = 0) -> str:
-        """The name of the process of a worker with which this one communicates, as one of the ranks it stands for."""
-        return f"{worker}:{own_rank if self.group is None else self.group.rank() * self.stands_for + own_rank}"
+    def process(self, worker: Worker) -> str:
+        """The name of the process of a worker with which this one communicates."""
+        return f"{worker}:{self.acts_as + (0 if self.group is None else self.group.rank() * self.stands_for)}"
 
     def processes_of(self, worker: Worker) -> tuple[str, ...]:
         """All processes of a worker, by the first of the ranks that each stands for."""

@@ -68,8 +68,12 @@ class Communicator:
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
         return self._issue(self._nccl.group._allgather_base, output, input)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any) -> Work:
-        return self._issue(cast(Any, self._nccl.group)._reduce_scatter_base, output, input, options)
+    def _reduce_scatter_base(self, *arguments: Any) -> Work:
+        return self._issue(cast(Any, self._nccl.group)._reduce_scatter_base, *arguments)
+
+    def alltoall_base(self, *arguments: Any) -> Work:
+        """Start to exchange parts, each with each."""
+        return self._issue(cast(Any, self._nccl.group).alltoall_base, *arguments)
 
     def lost(self) -> str | None:
         """Why it cannot be used any more."""

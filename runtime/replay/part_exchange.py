@@ -5,6 +5,7 @@ gather the parameters that they do not step themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +34,21 @@ class PartExchange:
         """Sum the gradients of a range over its sharers, each part at its owner. Those of the parts in `copies` are
         there once `wait_for_copies` has returned, and until then the gradients must not change.
 
-        Over gloo, sums are always in the order of the members. Raises CommunicationError.
+        Over gloo, sums are always in the order of the members. Over NCCL, each has all of them where some are gone for
+        whom the range was cut. Raises CommunicationError.
         """
         group = self._session.sharers_of(layers)
         if group is None:
+            return
+        place, staged = cut.members.index(self._session.worker), self._session.staged
+        if self._session.ordered and _is_whole(cut):
+            with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
+                self._scatter(group, place, gradients, cut, copies)
             return
         if self._session.ordered:
             self._session.sum_over_sharers(layers, [gradients])
             self._copies.append(([], [(gradients[slice(*span)], there) for span, there in copies.items()]))
             return
-        place, staged = cut.members.index(self._session.worker), self._session.staged
         others = [other for other in range(len(cut.members)) if other != place]
         with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
             carried = gradients.cpu() if staged else gradients
@@ -57,6 +63,21 @@ class PartExchange:
             for _, part, arrived in own:
                 _sum_up([arrived.get(member, part) for member in range(len(cut.members))], part)
             self._send_copies(group, place, cut, parts, copies)
+
+    def _scatter(self, group: Group, place: int, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
+        """Sums to their owners, and from there to their buddies: two collectives, as transfers in a group that is a
+        circle of buddies would wait for each other."""
+        length, count = cut.spans[0][1], len(cut.members)
+        total = torch.empty_like(gradients[:length])
+        nccl: Any = group  # gloo's is never asked for these
+        nccl._reduce_scatter_base(total, gradients).wait()
+        (start, stop), buddy = cut.spans[place], cut.buddies[place]
+        own = gradients[start:stop].copy_(total[:stop - start])
+        span = next(iter(copies), (0, 0))
+        there = copies.get(span, own[:0])
+        gives = [len(own) if other == buddy else 0 for other in range(count)]
+        takes = [len(there) if cut.buddies[other] == place else 0 for other in range(count)]
+        self._copies.append(([nccl.alltoall_base(there, own, takes, gives)], []))
 
     def _send_copies(self, group: Group, place: int, cut: Cut, parts: Sequence[tuple[int, int, Tensor]],
                      copies: Mapping[Span, Tensor]) -> None:
@@ -96,7 +117,7 @@ class PartExchange:
         lacking = [span for _, owner, span in parts if owner != place]
         with told_in_one_line(what):
             carried, works = parameters, list[Work]()
-            if ordered and cut.owners == tuple(range(len(cut.members))):
+            if ordered and _is_whole(cut):
                 carried, length = torch.empty_like(parameters), cut.length // len(cut.members)
                 works.append(group._allgather_base(carried, parameters[place * length:(place + 1) * length]))
             elif ordered:
@@ -119,6 +140,11 @@ class PartExchange:
                 parameters[slice(*span)].copy_(carried[slice(*span)])
 
         return finish
+
+
+def _is_whole(cut: Cut) -> bool:
+    """Whether each member steps the part of its own place, and keeps a copy of one other."""
+    return cut.owners == tuple(range(len(cut.members)))
 
 
 def _parts(cut: Cut) -> list[tuple[int, int, Span]]:

@@ -22,12 +22,12 @@ ones take longer to copy than they gain."""
 
 
 class RankSession:
-    """Communicates with those of one rank in all workers: `own_rank`, of those that this process stands for.
+    """Communicates with those of one rank in all workers: the one as which the membership says that it acts.
 
     All methods raise CommunicationError.
     """
 
-    def __init__(self, groups: Groups, membership: Membership, device: torch.device, own_rank: int) -> None:
+    def __init__(self, groups: Groups, membership: Membership, device: torch.device) -> None:
         links = groups.links
         self.device = device
         self.worker = membership.worker
@@ -37,7 +37,6 @@ class RankSession:
         """Whether tensors pass through host memory."""
         self._groups = groups
         self._membership = membership
-        self._own_rank = own_rank
         self._sharers: Mapping[Shared, tuple[Worker, ...]] = {}
         self._pairs: Collection[tuple[Worker, Worker]] = ()
         self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
@@ -134,7 +133,7 @@ class RankSession:
 
     def _among(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
         """Name, members and this process's place of the group of this rank in some workers."""
-        members = tuple(self._membership.process(worker, self._own_rank) for worker in workers)
+        members = tuple(self._membership.process(worker) for worker in workers)
         return f" {word} ".join(members), members, workers.index(self.worker)
 
     def _way(self, source: Worker, target: Worker) -> tuple[Group, int]:

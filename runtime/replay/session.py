@@ -55,11 +55,11 @@ class Session(RankSession):
 
     def __init__(self, membership: Membership, *, links: Links, device: torch.device, store: Store,
                  spared: Callable[[], Sockets] = frozenset) -> None:
-        own = range(membership.stands_for)
+        own, *others = membership.by_rank
         groups = Groups(links, store, membership.generation,
-                        [membership.process(membership.worker, rank) for rank in own], spared)
-        super().__init__(groups, membership, device, 0)
-        self._other_ranks = [RankSession(groups, membership, device, rank) for rank in own[1:]]
+                        [one.process(membership.worker) for one in (own, *others)], spared)
+        super().__init__(groups, own, device)
+        self._other_ranks = [RankSession(groups, one, device) for one in others]
         self._between_ranks: Connection | None = None
         self._beside = Beside(device, "reductions", enqueues=self.ordered)
         self._presences = 0

@@ -35,7 +35,6 @@ Its parts:
     freed_memory         goes back to the system when an order has ended
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker
-    rank_layers          the same for each rank that a process stands for
     rank_stores          what it holds for each of them, where workers keep parts of optimizer states
-    checkpointer, checkpoint_reader, speed_test, slowed_recorder
+    checkpointer, speed_test, slowed_recorder
 """

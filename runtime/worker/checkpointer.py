@@ -1,15 +1,26 @@
-"""Checkpointer: when a worker writes checkpoints, and of which layers."""
+"""Checkpointer: when a worker writes checkpoints, and of which layers; and what it can take layers from without others.
+"""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
-from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Saving,
+    complete,
+    drop_newer,
+    identity_of,
+    load,
+    open_checkpoint,
+    save,
+)
+from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import Note, Saved
@@ -22,14 +33,16 @@ Copying = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 
 
 class Checkpointer:
-    """Saves what is committed, every few iterations and at the end. One worker does so for each layer.
+    """Saves what is committed, every few iterations and at the end: one worker does so for each layer. Reads those in
+    the folder of the run, and the one that it began from.
 
     A checkpoint that cannot be written ends no training: the coordinator is told the reason, and the earlier ones stay.
     """
 
     def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
-                 tell: Callable[[Note | Saved], None], sharing: Sharing = NOTHING_SHARED) -> None:
-        self._folder = None if setup.checkpoint_every == 0 else Path(settings.out) / CHECKPOINTS
+                 tell: Callable[[Note | Saved], None], sharing: Sharing) -> None:
+        self._folder = Path(settings.out) / CHECKPOINTS
+        self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._identity = identity_of(settings.config, layers)
@@ -37,17 +50,17 @@ class Checkpointer:
         self._worker = worker
         self._tell = tell
         self._saving: Saving | None = None
+        self._damaged: set[int] = set()
 
     def due(self, iteration: int, asked: int | None) -> bool:
         """Whether the state before an iteration is to be saved; `asked` is the one of this order that node 0 chose."""
         if self._every is None:
             return iteration == asked
-        return self._folder is not None and self._every > 0 and iteration > self._first \
-            and iteration % self._every == 0
+        return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
     def save(self, iteration: int, copied: Copying) -> None:
         """Begin to save layers as they are before an iteration; returns once they are copied."""
-        if self._folder is None:
+        if self._every == 0:
             return
         began = time.monotonic()
         self._wait()
@@ -56,15 +69,50 @@ class Checkpointer:
             self._saving = save(self._folder, iteration, own, self._identity,
                                 partial(self._ended, iteration, time.monotonic() - began))
 
-    def go_back(self, iteration: int) -> None:
-        """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
-        if self._folder is not None:
-            drop_newer(self._folder, iteration)
-
     def save_last(self, order: Finish, copied: Copying) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         self.save(order.first_iteration, copied)
         self._wait()
+
+    def go_back(self, iteration: int) -> None:
+        """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
+        self._damaged = {one for one in self._damaged if one <= iteration}
+        if self._every != 0:
+            drop_newer(self._folder, iteration)
+
+    def iterations(self) -> tuple[int, ...]:
+        """Those that this worker can go back to: their states are complete, as far as can be seen without reading them.
+        """
+        found = {self._first} if self._first == 0 or self._begins_from() is not None else set()
+        found |= {iteration for iteration in complete(self._folder) if iteration >= self._first}
+        return tuple(sorted(found - self._damaged))
+
+    def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+        """The states of some layers before an iteration; nothing where layers are as they are built.
+
+        Raises CheckpointError; the iteration is then no longer among `iterations`.
+        """
+        try:
+            if iteration == 0:
+                return {}
+            path = self._folder / f"iteration-{iteration}"
+            begins_from = self._begins_from() if iteration == self._first else None
+            checkpoint = begins_from or open_checkpoint(path, self._identity)
+            return {layer: self._sharing.with_copies(layer, state, lambda first: load(checkpoint, [first])[first])
+                    for layer, state in load(checkpoint, layers).items()}
+        except CheckpointError:
+            self._damaged.add(iteration)
+            raise
+
+    def _begins_from(self) -> Checkpoint | None:
+        """The checkpoint that the run began from, as long as it is there: newer ones may have replaced it."""
+        if self._resume is None:
+            return None
+        try:
+            found = open_checkpoint(self._resume, self._identity)
+        except CheckpointError:
+            return None
+        return found if found.iteration == self._first else None
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
@@ -76,6 +124,5 @@ class Checkpointer:
         """In the thread that has written, or has failed to: what it has computed, training has lost at most."""
         if error is not None:
             self._tell(Note(self._worker, str(error)))
-        assert self._folder is not None
         self._tell(Saved(self._worker, iteration, held_up + time.thread_time(),
                          (self._folder / f"iteration-{iteration}").is_dir()))

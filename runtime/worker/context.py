@@ -24,11 +24,11 @@ from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.runtime.worker.activity import Activity
-from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.layer_receiver import LayerReceiver
+from slipstream.runtime.worker.layer_sender import LayerSender
 from slipstream.runtime.worker.layer_store import LayerStore
-from slipstream.runtime.worker.rank_layers import RankReceivers, RankSenders
 from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Schedule, Worker
 
@@ -65,11 +65,10 @@ class WorkerContext:
     """As each rank does that it stands for."""
     layer_store: LayerStore
     memory: DeviceMemory
-    checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
-    layer_sender: RankSenders
-    layer_receiver: RankReceivers
+    layer_sender: LayerSender
+    layer_receiver: LayerReceiver
 
     @property
     def rank(self) -> int:

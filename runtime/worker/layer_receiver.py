@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,9 +42,16 @@ from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Module = Callable[[int], nn.Module]
+Module = Callable[[int, int], nn.Module]
 Follow = Callable[[PartState, nn.Module], FollowedPart]
 Address = tuple[str, int]
+
+
+class Source(NamedTuple):
+    """One of the ranks of a worker, which gives layers to the same rank of another one."""
+
+    worker: Worker
+    rank: int
 
 
 class Sender(NamedTuple):
@@ -56,29 +64,31 @@ class Sender(NamedTuple):
 
 
 class LayerFetch(NamedTuple):
-    """What one worker is to get."""
+    """What one worker is to get, as each of the ranks that its process stands for."""
 
     number: int
     """The coordinator's number of a fetch while training goes on; 0 where all wait."""
     generation: int
     """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
-    senders: Mapping[Worker, Sender]
+    senders: Mapping[Source, Sender]
     follow: bool
     """Whether the senders train meanwhile."""
 
 
 def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Sequence[Address]]],
-                rank: int = 0) -> dict[Worker, Sender]:
-    """Where the layers, or parts, come from that some moves bring to a worker; `addresses` are those of all sources."""
-    at, found = {source: by_rank[rank] for source, by_rank in addresses}, dict[Worker, Sender]()
-    for move in moves:
+                ranks: range = range(1)) -> dict[Source, Sender]:
+    """Where the layers, or parts, come from that some moves bring to these ranks of a worker; `addresses` are those of
+    all ranks of all sources."""
+    by_rank, found = dict(addresses), dict[Source, Sender]()
+    for move, rank in product(moves, ranks):
         if move.target == worker:
-            _, layers, parts = found.get(move.source, Sender(at[move.source]))
+            source = Source(move.source, rank)
+            address, layers, parts = found.get(source, Sender(by_rank[move.source][rank]))
             if move.stop == ALL:
                 layers = (*layers, move.layer)
             else:
-                parts = (*parts, PartName(move.layer, move.start, move.stop, move.state))
-            found[move.source] = Sender(at[move.source], layers, parts)
+                parts = (*parts, PartName(move.layer, move.start, move.stop, move.state, rank))
+            found[source] = Sender(address, layers, parts)
     return found
 
 
@@ -101,15 +111,18 @@ class LayerReceiver:
     Parameters
     ----------
     module
-        A layer of which parts are to come: any, as long as it is built.
+        As a rank has it, a layer of which parts are to come: any, as long as it is built.
     follow
         Makes what follows a part with its optimizer's state.
     secret
         What those who may give layers know.
+    ranks
+        Those that this process stands for.
     """
 
     def __init__(self, module: Module, follow: Follow, device: torch.device, secret: Secret,
-                 events: ReceiverEvents | None = None) -> None:
+                 events: ReceiverEvents | None = None, ranks: range = range(1)) -> None:
+        self._ranks = ranks
         self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
                               events=events or ReceiverEvents())
         self._lock = threading.Lock()
@@ -125,18 +138,20 @@ class LayerReceiver:
             if fetch.senders:
                 self._transfers[key] = self._begin(fetch)
 
-    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """What was fetched for a generation, as it is when that begins: under this number, and where all wait.
+    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> list[list[PartState]]:
+        """What was fetched for a generation by each rank, as it is when that begins: under this number, and where all
+        wait.
 
         Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any other number is dropped.
         """
-        found = list[PartState]()
+        found: list[list[PartState]] = [[] for _ in self._ranks]
         for transfer in self._until(generation):
             try:
                 if transfer.fetch.number in (0, fetch):
                     transfer.take(generation, require)
-                    found += [part.state() for part in transfer.parts.values()]
+                    for name, part in transfer.parts.items():
+                        found[name.rank - self._ranks.start].append(part.state())
             finally:
                 transfer.close()
         return found
@@ -169,13 +184,13 @@ class _Transfer:
         self._follow = follow
         self._device = device
         self._events = events
-        self._asked: dict[Worker, tuple[PartName, ...]] = {}
+        self._asked: dict[Source, tuple[PartName, ...]] = {}
         """What each sender is asked for."""
         self.parts: dict[PartName, FollowedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
-        self._up_to_date: set[Worker] = set()
-        self._generations: dict[Worker, int] = {}
+        self._up_to_date: set[Source] = set()
+        self._generations: dict[Source, int] = {}
         """That of each sender."""
         self._broken: str | None = None
         self._over = False
@@ -206,23 +221,24 @@ class _Transfer:
 
     def _start(self) -> None:
         try:
-            for worker, sender in self.fetch.senders.items():
-                whole = [part for layer in sender.layers if not self._over for part in self._parts_of(layer)]
-                self._asked[worker] = (*sender.parts, *whole)
+            for source, sender in self.fetch.senders.items():
+                whole = [part for layer in sender.layers if not self._over
+                         for part in self._parts_of(source.rank, layer)]
+                self._asked[source] = (*sender.parts, *whole)
         except Exception as error:
             self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return
-        for worker, sender in self.fetch.senders.items():
-            threading.Thread(target=self._receive, args=(worker, sender), daemon=True,
-                             name=f"layers from {worker}").start()
+        for source, sender in self.fetch.senders.items():
+            threading.Thread(target=self._receive, args=(source, sender), daemon=True,
+                             name=f"layers from {source.worker}").start()
 
-    def _parts_of(self, layer: int) -> list[PartName]:
+    def _parts_of(self, rank: int, layer: int) -> list[PartName]:
         """A whole layer: what is cut, and each parameter that is not. What is not trained comes with the first."""
-        elements = elements_of(self._module(layer))
+        elements = elements_of(self._module(rank, layer))
         spans = [*([(0, elements.cut)] if elements.cut else ()), *elements.whole_spans] or [(0, 0)]
-        return [PartName(layer, start, stop, state=True) for start, stop in spans]
+        return [PartName(layer, start, stop, True, rank) for start, stop in spans]
 
-    def _receive(self, worker: Worker, sender: Sender) -> None:
+    def _receive(self, source: Source, sender: Sender) -> None:
         """Apply the messages of one sender, until the end."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -231,17 +247,17 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
-                    request = LayerRequest(self._asked[worker], None if self.fetch.follow else self.fetch.generation)
+                    request = LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.generation)
                     keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
                         while not self._over:
-                            self._apply(worker, *read_message(stream, keys.receiving))
+                            self._apply(source, *read_message(stream, keys.receiving))
                 finally:
                     with self._changed:
                         self._connections.remove(connection)
         except Exception as error:  # whatever it is, somebody waits for the layers
-            self._break(f"fetching layers from worker {worker} failed: {' '.join(str(error).split())}")
+            self._break(f"fetching layers from worker {source.worker} failed: {' '.join(str(error).split())}")
 
     def _enter(self, connection: socket.socket) -> bool:
         with self._changed:
@@ -249,7 +265,7 @@ class _Transfer:
                 self._connections.append(connection)
             return not self._over
 
-    def _apply(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, sender: Source, message: Message, tensors: Mapping[str, Tensor]) -> None:
         match message:
             case LayerPart():
                 self._load(sender, message, tensors)
@@ -262,30 +278,30 @@ class _Transfer:
             case LayerRequest():
                 raise MessageError("it asks, where it was asked")
 
-    def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, sender: Source, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
         if name not in self._asked[sender]:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
         part = PartState(name.layer, name.start, name.stop, tensors, name.state)
-        module, stepped = self._module(name.layer), name.state and self.fetch.follow
+        module, stepped = self._module(name.rank, name.layer), name.state and self.fetch.follow
         require_fits(module, part)
         self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part, message.iteration)
         if self.fetch.follow:
             self._events.loaded(message.iteration)
 
-    def _part(self, sender: Worker, name: PartName) -> FollowedPart:
+    def _part(self, sender: Source, name: PartName) -> FollowedPart:
         if name not in self._asked[sender] or name not in self.parts:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
-    def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
+    def _go_back(self, sender: Source, begins: GenerationBegins) -> None:
         for part in self._asked[sender]:
             self._part(sender, part).go_back(begins.iteration)
         with self._changed:
             self._generations[sender] = begins.generation
             self._changed.notify_all()
 
-    def _note_up_to_date(self, sender: Worker) -> None:
+    def _note_up_to_date(self, sender: Source) -> None:
         with self._changed:
             before = len(self._up_to_date)
             self._up_to_date.add(sender)

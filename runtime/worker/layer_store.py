@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
+from slipstream.runtime.model.layers.unfilled import moved
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
 from slipstream.runtime.model.ranks.own_ranks import joined_state
 from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from slipstream.runtime.model.state.parts import Cut, Elements
 from slipstream.runtime.protocol.to_coordinator import Kept
@@ -23,10 +23,10 @@ from slipstream.schedules.schedule import Worker
 
 
 class Build(Protocol):
-    """Makes layers."""
+    """Makes a layer."""
 
-    def __call__(self, layers: Iterable[int], *, filled: bool) -> Holding:
-        """As they are before iteration 0; unless `filled`, their states are to be loaded."""
+    def __call__(self, layer: int, *, filled: bool) -> nn.Module:
+        """As it is before iteration 0; unless `filled`, its state is to be loaded: `model.state.holding.built`."""
 
 
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
@@ -36,28 +36,27 @@ ByRank = Sequence[Sequence[PartState]]
 
 
 class LayerStore:
-    """Layers whose parameters are those after the last committed iteration."""
+    """Layers whose parameters are those after the last committed iteration.
 
-    def __init__(self, build: Build, restore: Restore) -> None:
+    What is fetched while training goes on, and the layers that it is for, take nothing of the `device` before they are
+    held: plans have no room for them there.
+    """
+
+    def __init__(self, build: Build, restore: Restore, holding: Holding, device: torch.device) -> None:
         self._build = build
         self._restore = restore
-        self.holding = build((), filled=True)
-        self._prepared: dict[int, Holding] = {}
+        self.holding = holding
+        self._device = device
         self._received: list[PartState] = []
         """What has been read or has come for an order."""
         self._building = threading.Lock()
         self._built: dict[int, nn.Module] = {}
-        """Layers that an order needs and that are not held yet."""
+        """Layers that are needed, or soon will be, and that are not held yet."""
 
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon, and to come from others."""
         for layer in layers:
-            self._prepared[layer] = self._build([layer], filled=False)
-
-    def fresh(self, layer: int) -> Holding:
-        """A layer that is not held, prepared or built, and whose state is to be loaded. May be called from another
-        thread."""
-        return self._prepared.pop(layer, None) or self._build([layer], filled=False)
+            self.module(layer)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -69,7 +68,7 @@ class LayerStore:
         self._received = []
         states = self._restore(iteration, sorted(layers))
         for layer in set(layers) - states.keys() - self.holding.modules.keys():
-            module = self._build([layer], filled=True).modules[layer]
+            module = self._build(layer, filled=True)
             with self._building:
                 self._built[layer] = module
         for layer, state in states.items():
@@ -93,9 +92,9 @@ class LayerStore:
         """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
         if not self.holding.keeps_parts:
             return None
-        return Kept((*((layer, *span) for layer, spans in self._parts.kept.items() for span in spans),
+        return Kept((*((layer, *span) for layer, spans in self.holding.optimizer.kept.items() for span in spans),
                      *((one.layer, one.start, one.stop) for one in self._received if one.state)),
-                    self._parts.whole_after)
+                    self.holding.optimizer.whole_after)
 
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
@@ -105,7 +104,7 @@ class LayerStore:
 
     def keeps(self, part: PartName) -> bool:
         """Whether a part of a layer is kept, or has been read or received."""
-        kept = self._parts.kept.get(part.layer, ((0, 0),) if part.layer in self.holding.modules else ())
+        kept = self.holding.optimizer.kept.get(part.layer, ((0, 0),) if part.layer in self.holding.modules else ())
         return self._has_received(part) is not None or any(
             first <= part.start and part.stop <= end for first, end in kept)
 
@@ -114,11 +113,11 @@ class LayerStore:
         span, received = (part.start, part.stop), self._has_received(part)
         if received is not None:
             return span_of(self.module(part.layer), received, span, state=part.state)
-        return dict(self._parts.part_state(part.layer, span, state=part.state).tensors)
+        return dict(self.holding.optimizer.part_state(part.layer, span, state=part.state).tensors)
 
     def part_gradients(self, part: PartName) -> dict[str, Tensor]:
         """By what a part that is kept, as a whole, was stepped last; the tensors themselves."""
-        return self._parts.part_gradients(part.layer, (part.start, part.stop))
+        return self.holding.optimizer.part_gradients(part.layer, (part.start, part.stop))
 
     def _has_received(self, part: PartName) -> PartState | None:
         return next((one for one in self._received if one.layer == part.layer and one.state
@@ -132,7 +131,7 @@ class LayerStore:
 
     def own_parts(self, layer: int) -> list[PartState]:
         """This worker's own parts of a layer; the tensors themselves."""
-        return self._parts.own_states(layer)
+        return self.holding.optimizer.own_states(layer)
 
     @property
     def by_rank(self) -> Sequence["LayerStore"]:
@@ -158,30 +157,31 @@ class LayerStore:
 
     def with_parts(self, layer: int, received: Sequence[PartState]) -> dict[str, Tensor]:
         """The state of a layer, from parts that are kept and others that were received."""
-        return whole(self.holding.modules[layer],
-                     [one for one in (*self._parts.kept_states(), *self._received, *received) if one.layer == layer])
-
-    @property
-    def _parts(self) -> PartOptimizer:
-        optimizer = self.holding.optimizer
-        assert isinstance(optimizer, PartOptimizer)
-        return optimizer
+        parts = *self.holding.optimizer.kept_states(), *self._received, *received
+        return whole(self.holding.modules[layer], [one for one in parts if one.layer == layer])
 
     def elements(self, layer: int) -> Elements:
         """How many a layer has that is held, or will be."""
         return elements_of(self.module(layer))
 
     def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
-        return {layer: self.module(layer) for layers in cuts for layer in range(*layers)}
+        """Those that are held already, and new ones, which are on the device from now on."""
+        held = self.holding.modules
+        return {layer: held[layer] if layer in held else moved(self.module(layer), self._device)
+                for layers in cuts for layer in range(*layers)}
+
+    def module_at(self, rank: int, layer: int) -> nn.Module:  # noqa: ARG002  # there is one
+        """`module`, as a rank of the worker has it for which this process stands."""
+        return self.module(layer)
 
     def module(self, layer: int) -> nn.Module:
-        """A layer: one that is held, or a new one, which is kept for `keep_parts`. May be called from other threads."""
+        """A layer: one that is held, or a new one, whose state is to be loaded by `keep_parts`. For any thread."""
         held = self.holding.modules
         if layer in held:
             return held[layer]
         with self._building:
             if layer not in self._built:
-                self._built[layer] = self.fresh(layer).modules[layer]
+                self._built[layer] = self._build(layer, filled=False)
             return self._built[layer]
 
 

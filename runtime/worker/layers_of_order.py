@@ -46,11 +46,11 @@ def move_layers(context: WorkerContext, order: Train | Finish, require: Callable
 
     Raises CommunicationError.
     """
-    context.layer_receiver.begin([
-        LayerFetch(0, order.order, senders_for(context.worker, order.moves, order.addresses, rank), follow=False)
-        for rank in context.ranks])
+    senders = senders_for(context.worker, order.moves, order.addresses, context.ranks)
+    context.layer_receiver.begin(LayerFetch(0, order.order, senders, follow=False))
     receivers = {move.target for move in order.moves if move.source == context.worker}
-    context.layer_sender.give(order.order, order.first_iteration - 1, len(receivers), require)
+    context.layer_sender.give(order.order, order.first_iteration - 1, len(receivers) * len(context.ranks),
+                              context.layer_store, require)
     return context.layer_receiver.take(order.order, fetch, require)
 
 

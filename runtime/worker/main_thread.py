@@ -99,7 +99,8 @@ class MainThread:
             self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.addresses,
+            self._channel.send(Ready(self._worker, self._data_digest(),
+                                     (self._context.layer_sender.address,) * len(self._context.ranks),
                                      holder(Path(self._spec.settings.out)), known, self._spec.stands_for))
             try:
                 return self._follow()
@@ -235,15 +236,16 @@ class MainThread:
                 generation.acknowledged(message)
                 self._keep_loss(message)
             case Fetch():
-                self._context.layer_receiver.begin([_fetch_for(self._worker, message, rank)
-                                                    for rank in self._context.ranks])
+                # Where this worker has no part in it, what was fetched in the same order ends.
+                senders = senders_for(self._worker, message.moves, message.addresses, self._context.ranks)
+                self._context.layer_receiver.begin(LayerFetch(message.number, message.order, senders, follow=True))
             case MeasureSpeed():
                 self._threads.measure_speed(self._context, message)
             case ReportStatus():
                 self._channel.send(self._status())
             case ReportCheckpoints():
                 self._threads.begin(self._context.device, "checkpoints", lambda: self._channel.send(
-                    Checkpoints(self._worker, self._context.checkpoints.iterations())))
+                    Checkpoints(self._worker, self._context.checkpointer.iterations())))
 
     def _keep_loss(self, message: Acknowledged) -> None:
         if message.committed is not None:
@@ -259,8 +261,3 @@ class MainThread:
         if self._threads.finishing:
             return Status(self._worker, "writes its parameters", 0.0, waits=False)
         return Status(self._worker, "waits for an order", 0.0, waits=True)
-
-
-def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
-    """One worker's part; where it has none, this ends what was fetched in the same order."""
-    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)

@@ -69,7 +69,6 @@ class OrderThreads:
                     self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.clear()
-                    context.checkpoints.go_back(order.first_iteration)
                     context.checkpointer.go_back(order.first_iteration)
             generation.run()
 
@@ -189,10 +188,10 @@ def _write(context: WorkerContext, order: Finish, received: ByRank) -> None:
     store = context.layer_store
     mine = [layer for layer, worker in order.writers if worker == context.worker]
     context.checkpointer.save_last(order, partial(store.whole_layers, mine, received))
-    kept, ranks = store.kept(), len(context.ranks)
-    by_rank = [holding.parameters()] if ranks == 1 else [holding.at_rank(own_rank, ranks) for own_rank in range(ranks)]
+    kept = store.kept()
     first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
-        name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
+        name: tensor_digest(name, parameter) for name, parameter in found.items()}
+        for found in holding.parameters_by_rank()]
     context.channel.send(Finished(context.worker, order.order, first, tuple(others)))
 
 

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+from torch import Tensor, nn
+
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.state.parts import Cut, Elements
 from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
@@ -28,8 +32,8 @@ class RankStores(LayerStore):
     """
 
     def __init__(self, build: Build, restore: Restore, ranks: Sequence[tuple[LayerStore, StandIn]],
-                 holding: RankHolding) -> None:
-        super().__init__(build, restore)
+                 holding: RankHolding, device: torch.device) -> None:
+        super().__init__(build, restore, holding, device)
         self._ranks = ranks
         self.holding: RankHolding = holding
 
@@ -37,6 +41,26 @@ class RankStores(LayerStore):
     def by_rank(self) -> Sequence[LayerStore]:
         """Of each rank."""
         return [store for store, _ in self._ranks]
+
+    def _at(self, rank: int) -> LayerStore:
+        """That of one of the worker's ranks; those that this process stands for follow each other."""
+        return self.by_rank[rank % len(self._ranks)]
+
+    def module_at(self, rank: int, layer: int) -> nn.Module:
+        """See `LayerStore.module_at`."""
+        return self._at(rank).module(layer)
+
+    def keeps(self, part: PartName) -> bool:
+        """See `LayerStore.keeps`."""
+        return self._at(part.rank).keeps(part)
+
+    def part_state(self, part: PartName) -> dict[str, Tensor]:
+        """See `LayerStore.part_state`."""
+        return self._at(part.rank).part_state(part)
+
+    def part_gradients(self, part: PartName) -> dict[str, Tensor]:
+        """See `LayerStore.part_gradients`."""
+        return self._at(part.rank).part_gradients(part)
 
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon."""

@@ -1,24 +1,25 @@
 """What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
+from torch import nn
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
-from slipstream.runtime.model.layers.sharing import Sharing, sharing_of
+from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import enter_group, standing_in
 from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
 from slipstream.runtime.model.ranks.rank_parts import RankParts
 from slipstream.runtime.model.state.followed_part import SteppedPart
-from slipstream.runtime.model.state.holding import Holding, build_holding
+from slipstream.runtime.model.state.holding import build_holding, build_layer
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import Reporter
@@ -28,14 +29,12 @@ from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.torch_private import TCPStore
-from slipstream.runtime.worker.checkpoint_reader import CheckpointReader
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.runtime.worker.context import WorkerContext, WorkerLink
 from slipstream.runtime.worker.device_memory import DeviceMemory
 from slipstream.runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from slipstream.runtime.worker.layer_sender import LayerSender
-from slipstream.runtime.worker.layer_store import LayerStore
-from slipstream.runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
+from slipstream.runtime.worker.layer_store import LayerStore, Restore
 from slipstream.runtime.worker.rank_stores import RankStores
 from slipstream.schedules.schedule import Worker
 
@@ -53,9 +52,9 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     model = model_for(config.model, training.seed, parameter_dtype(training), device)
     passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
-    checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
+    checkpointer = Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing)
     by_rank = [] if spec.stands_for == 1 else [_RankModel(config, device, rank) for rank in _ranks(spec)]
-    layer_store = _layer_store(spec, model, checkpoints, by_rank)
+    layer_store = _layer_store(spec, model, checkpointer.load, by_rank)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=_reach_store(spec, channel),
@@ -66,12 +65,11 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
-        checkpoints=checkpoints,
-        checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
-        layer_sender=RankSenders([
-            LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
-            for _ in range(spec.stands_for)], layer_store))
+        checkpointer=checkpointer,
+        layer_receiver=LayerReceiver(
+            layer_store.module_at, partial(SteppedPart, config=training, device=device, sharing=sharing), device,
+            settings.secret, _FetchReports(spec.worker, channel, injector), _ranks(spec)),
+        layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 
 def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
@@ -91,30 +89,18 @@ def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:
             deadline = 0.0  # that goes on without this worker
 
 
-def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader,
+def _layer_store(spec: WorkerSpec, model: LayeredModel, restore: Restore,
                  by_rank: Sequence["_RankModel"]) -> LayerStore:
     """What holds layers; those of each rank, too, where this process stands for several."""
     training = spec.settings.config.training
 
-    def build(layers: Iterable[int], *, filled: bool) -> Holding:
-        return build_holding(model, layers, training, filled=filled)
-
+    build, device = partial(build_layer, model, config=training), model.device
     if spec.stands_for == 1:
-        return LayerStore(build, checkpoints.load)
-    ranks = [(LayerStore(partial(rank.holding, RankParts), checkpoints.load), rank.standing_in) for rank in by_rank]
-    parts = [store.holding for store, _ in ranks if isinstance(store.holding, RankParts)]
-    holding = RankHolding(training, parts, sharing_of(model))
-    return RankStores(build, checkpoints.load, ranks, holding)
-
-
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
-               events: ReceiverEvents) -> RankReceivers:
-    """What gets layers. A process that stands for several ranks gets those of each."""
-    training, secret = spec.settings.config.training, spec.settings.secret
-
-    told = AllUpToDate(events, spec.stands_for)
-    follow = partial(SteppedPart, config=training, sharing=sharing)
-    return RankReceivers([LayerReceiver(of.module, follow, device, secret, told) for of in store.by_rank])
+        return LayerStore(build, restore, build_holding(model, (), training), device)
+    parts = [rank.parts() for rank in by_rank]
+    ranks = [(LayerStore(rank.build, restore, mine, device), rank.standing_in)
+             for rank, mine in zip(by_rank, parts, strict=True)]
+    return RankStores(build, restore, ranks, RankHolding(training, parts, sharing_of(model)), device)
 
 
 def _ranks(spec: WorkerSpec) -> range:
@@ -134,10 +120,15 @@ class _RankModel:
         with self.standing_in():
             self._model = model_for(config.model, config.training.seed, parameter_dtype(config.training), device)
 
-    def holding(self, kind: type[Holding], layers: Iterable[int], *, filled: bool) -> Holding:
-        """Layers as that rank has them; unless `filled`, their states are to be loaded."""
+    def build(self, layer: int, *, filled: bool) -> nn.Module:
+        """A layer as that rank has it; unless `filled`, its state is to be loaded."""
         with self.standing_in():
-            return build_holding(self._model, layers, self._training, kind, filled=filled)
+            return build_layer(self._model, layer, self._training, filled=filled)
+
+    def parts(self) -> RankParts:
+        """What that rank holds: nothing yet."""
+        with self.standing_in():
+            return RankParts({}, self._training, sharing_of(self._model))
 
 
 class _FetchReports(ReceiverEvents):

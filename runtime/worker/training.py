@@ -157,7 +157,7 @@ class Training:
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration)
+                context.layer_sender.before_step(iteration, context.layer_store)
 
     def _whole_states(self) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
@@ -179,4 +179,4 @@ class Training:
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:
-    context.layer_sender.stepped(iteration)
+    context.layer_sender.stepped(iteration, context.layer_store)

@@ -1,8 +1,8 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from slipstream.runtime.model.passed import TensorForm as TensorForm
 from slipstream.runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from slipstream.runtime.model.seeds import seeding
 from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.parts import Cut, Span
 from slipstream.runtime.torch_private import run_backward
 from slipstream.schedules.layers import LayerRange
 
@@ -195,7 +194,7 @@ class Slices:
 
     def __init__(self, holding: Holding, layers: Mapping[int, LayerRange], model: LayeredModel, *,
                  loss_scale: float | LossScale, config: RunConfig) -> None:
-        self._holding = holding
+        self.holding = holding
         self.layers = layers
         """The half-open range of each slice."""
         self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
@@ -205,46 +204,6 @@ class Slices:
         """What losses count from now on."""
         for runner in self.runners.values():
             runner.loss_scale = loss_scale
-
-    @property
-    def modules(self) -> Iterable[nn.Module]:
-        """All layers that are held."""
-        return self._holding.modules.values()
-
-    def summed(self, slice: int) -> AbstractContextManager[list[list[Tensor]]]:
-        """The gradients of a slice that the holding reduces by: `Holding.summed`."""
-        return self._holding.summed(self.layers[slice])
-
-    def cut(self, slice: int) -> Cut | None:
-        """How a slice's gradients are cut, where its optimizer's state is sharded."""
-        found = self._holding.cuts.get(self.layers[slice])
-        return found if found is not None and found.sharded else None
-
-    def copies(self, slice: int, own_rank: int) -> Mapping[Span, Tensor]:
-        """Where the sums of gradients of copies of others' parts are to come: `Holding.copies`."""
-        return self._holding.copies(self.layers[slice], own_rank)
-
-    def flat_parameters(self, own_rank: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
-        that this process stands for."""
-        return self._holding.flat_parameters(own_rank)
-
-    def arrived(self) -> None:
-        """The parameters of others have come after a step, which may be a guess."""
-        self._holding.arrived()
-
-    def gathered(self, iteration: int) -> None:
-        """They are as they should be after an iteration."""
-        self._holding.gathered(iteration)
-
-    @property
-    def shared(self) -> Iterable[str]:
-        """What layers share, by its first name."""
-        return self._holding.shared_gradients
-
-    def summed_shared(self, first: str) -> AbstractContextManager[list[list[Tensor]]]:
-        """The gradients of what layers share: `Holding.summed_shared`."""
-        return self._holding.summed_shared(first)
 
     def take_loss(self) -> float:
         """This worker's part of the mean loss since the last call."""
@@ -258,7 +217,7 @@ class Slices:
     def discard(self) -> None:
         """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
         self.let_go()
-        self._holding.zero_gradients()
+        self.holding.zero_gradients()
 
 
 def _leaf(tensor: Tensor) -> Tensor:

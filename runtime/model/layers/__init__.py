@@ -13,7 +13,6 @@
     worker_group      the process group of a worker's ranks, for layers
     tensor_parallel   collectives in it that a backward goes through
     shards            what a rank has of a layer, and the whole of it
-    gpt_parallel      the GPT's layers as one of several processes of a worker has them
     distributed_tensors  layers that torch's parallelize_module has cut
     hugging_face/     decoder models of transformers, by name
     torchtitan/       torchtitan's models, by name

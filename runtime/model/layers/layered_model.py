@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.runtime.config import ConfigError, ModelConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.model.layers.gpt_parallel import gpt
+from slipstream.runtime.model.layers.gpt import gpt
 from slipstream.runtime.model.object_reference import is_reference, load_reference
 from slipstream.runtime.model.seeds import derive_seed, seeded
 

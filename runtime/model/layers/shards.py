@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from slipstream.runtime.model.layers.sharing import name_of
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 
@@ -97,6 +98,5 @@ def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
 
 def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
     """How a tensor of a state is cut: as its parameter is, if it has an element for each of the parameter's."""
-    kind, _, name = key.partition(".")
-    shard = shards.get(name if kind == "model" else name.partition(".")[2])
+    shard = shards.get(name_of(key))
     return None if shard is None or tensor.dim() <= shard.dim else shard

@@ -61,7 +61,7 @@ class Sharing:
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A layer's whole state (`part_state.whole`) as it is written: without what belongs to another layer."""
         copies = self.copies(layer)
-        return {key: tensor for key, tensor in state.items() if _parameter(key) not in copies}
+        return {key: tensor for key, tensor in state.items() if name_of(key) not in copies}
 
     def with_copies(self, layer: int, state: Mapping[str, Tensor],
                     read: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class Sharing:
         whole = dict(state)
         for name, first in self.copies(layer).items():
             for key, tensor in read(first.layer).items():
-                if _parameter(key) == first.name:
+                if name_of(key) == first.name:
                     whole[key.removesuffix(first.name) + name] = tensor
         return whole
 
@@ -94,7 +94,7 @@ def _place(text: str, layers: int) -> Place:
     return Place(int(layer), name)
 
 
-def _parameter(key: str) -> str:
+def name_of(key: str) -> str:
     """The parameter's name in that of a state's tensor."""
     kind, _, name = key.partition(".")
     return name if kind == "model" else name.partition(".")[2]

@@ -1,9 +1,10 @@
 """Collectives over the ranks of a worker that a backward goes through, for tensor-parallel layers.
 
 They come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv 1909.08053; sequence parallelism:
-Korthikanti et al., arXiv 2205.05198).
+Korthikanti et al., arXiv 2205.05198). Where a worker is one process, they do nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,34 +13,44 @@ from torch import Tensor, distributed
 from slipstream.runtime.model.layers.shards import gathered, in_parts
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
+Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
-def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+
+def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """The parts of all ranks, one after the other along a dimension; backward: `sum_parts`."""
-    result: Tensor = _GatherParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    if group is None:
+        return tensor
+    result: Tensor = _Parts.apply(_gather, _sum, tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """This rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
-    result: Tensor = _SumParts.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    if group is None:
+        return tensor
+    result: Tensor = _Parts.apply(_sum, _gather, tensor, dim, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_ranks(tensor: Tensor, group: WorkerGroup) -> Tensor:
+def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
     """The sum over all ranks, which all have; backward: each has the gradient of the sum."""
+    if group is None:
+        return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def for_all_ranks(group: WorkerGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters that all ranks have and each uses on its part of the data; backward: gradients summed over all."""
+    if group is None:
+        return parameters
     result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-def part_of(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """This rank's part of what all ranks have; nothing is sent."""
-    return in_parts(tensor, dim, group.size()).select(dim, group.rank())
+    return tensor if group is None else in_parts(tensor, dim, group.size()).select(dim, group.rank())
 
 
 def _gather(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
@@ -53,26 +64,15 @@ def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
     return found
 
 
-class _GatherParts(torch.autograd.Function):
+class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(tensor, dim, group)
+    def forward(ctx: Any, call: Call, other: Call, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+        ctx.other, ctx.dim, ctx.group = other, dim, group
+        return call(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(gradient, ctx.dim, ctx.group), None, None
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _sum(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, None, None]:
+        return None, None, ctx.other(gradient, ctx.dim, ctx.group), None, None
 
 
 class _SumRanks(torch.autograd.Function):

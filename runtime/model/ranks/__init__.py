@@ -4,5 +4,4 @@
     own_ranks         what such a process has, as each of the ranks has it
     rank_holding      layers, and the holdings of the ranks, which keep parts
     rank_parts        such a holding, whose parameters and gradients are elsewhere for most of the time
-    rank_optimizers   the optimizers of these ranks, as one
 """

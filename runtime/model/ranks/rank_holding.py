@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
-from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
 from slipstream.runtime.model.ranks.rank_parts import RankParts
 from slipstream.runtime.model.state.holding import Holding, gradient_dtype
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import trained
-from slipstream.runtime.model.state.parts import Cut, Span
 from slipstream.schedules.layers import LayerRange
 
 
@@ -35,7 +32,6 @@ class RankHolding(Holding):
         """Hold exactly these layers, which each rank holds; its parameters are as they should be."""
         self.modules, self.cuts = dict(sorted(modules.items())), self._ranks[0].cuts
         self._sharing.tie(self.modules)
-        self.optimizer = self._build(self.modules)
         self.reduce_by(self.cuts)
         self.arrived()
 
@@ -60,17 +56,16 @@ class RankHolding(Holding):
                 parameter.grad.zero_()
 
     @property
-    def part_optimizers(self) -> Sequence[PartOptimizer]:
-        """Of each rank."""
-        return [optimizer for one in self._ranks for optimizer in one.part_optimizers]
+    def by_rank(self) -> Sequence[RankParts]:
+        """The ranks."""
+        return self._ranks
 
-    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Those of a rank, counted from 0."""
-        return self._ranks[own_rank].flat_parameters()
-
-    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
-        """Those of a rank, counted from 0."""
-        return self._ranks[own_rank].copies(layers)
+    def parameters_by_rank(self) -> Sequence[Mapping[str, Tensor]]:
+        """Of the layers that compute, cut as each rank has them."""
+        return [{str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
+                 else shard.cut(parameter.detach(), rank, len(self._ranks))
+                 for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
+                for rank in range(len(self._ranks))]
 
     def arrived(self) -> None:
         """The ranks have all elements of their parameters: compute with these. Also with what is not trained."""
@@ -86,14 +81,14 @@ class RankHolding(Holding):
 
     def give_parameters(self) -> None:
         """To each rank, as that has them; what it keeps may be older, after an undone step, and stays as it is."""
-        for own_rank, one in enumerate(self._ranks):
+        for rank, one in enumerate(self._ranks):
             one.take_parameters()
             for layer, module in self.modules.items():
                 shards = shards_of(module)
                 for name, parameter in trained(one.modules[layer]).items():
                     mine = module.get_parameter(name).detach()
                     parameter.detach().copy_(
-                        mine if name not in shards else shards[name].cut(mine, own_rank, len(self._ranks)))
+                        mine if name not in shards else shards[name].cut(mine, rank, len(self._ranks)))
         for optimizer in self.part_optimizers:
             optimizer.write()
             optimizer.write_copies()
@@ -126,6 +121,3 @@ class RankHolding(Holding):
             assert theirs is not None
             theirs.copy_(parameter.grad if shard is None else shard.cut(parameter.grad, rank, len(self._ranks)))
         parameter.grad = None
-
-    def _build(self, modules: Mapping[int, nn.Module]) -> RankOptimizers:  # noqa: ARG002  # they have those
-        return RankOptimizers(self.part_optimizers)

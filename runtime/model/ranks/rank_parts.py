@@ -11,7 +11,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from slipstream.runtime.model.state.holding import Holding
-from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.parts import Cut
 from slipstream.schedules.layers import LayerRange
 
@@ -42,16 +41,16 @@ class RankParts(Holding):
         self.shared_gradients[first] = self._zero_shared_gradients(mine)
         return self.shared_gradients[first]
 
-    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """To be gathered: from now on, parameters are here, and those that are kept are right."""
         self.take_parameters()
-        self._parts.write()
-        return super().flat_parameters(own_rank)
+        self.optimizer.write()
+        return super().flat_parameters()
 
     @property
     def has_parameters(self) -> bool:
         """Whether they are here, if there are any."""
-        return self._parts.writes or not self.modules
+        return self.optimizer.writes or not self.modules
 
     def take_parameters(self) -> None:
         """Have parameters, whatever they are, if there are none."""
@@ -60,19 +59,14 @@ class RankParts(Holding):
         self._flatten_parameters()
         for parameter in self._trained():
             parameter.data = parameter.detach().contiguous()
-        self._parts.writes = True
+        self.optimizer.writes = True
 
     def drop_parameters(self) -> None:
         """Have none any more; their shapes stay."""
         self._flat_parameters = {}
         for parameter in self._trained():
             parameter.data = parameter.detach().new_empty(()).expand(parameter.shape)
-        self._parts.writes = False
+        self.optimizer.writes = False
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.parameters().values() if parameter.requires_grad]
-
-    @property
-    def _parts(self) -> PartOptimizer:
-        assert isinstance(self.optimizer, PartOptimizer)
-        return self.optimizer

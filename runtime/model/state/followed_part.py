@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.state.parameter_groups import grouped
-from slipstream.runtime.model.state.part_state import PartState, name_of, trained
+from slipstream.runtime.model.state.part_state import PartState, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 
 HOST = torch.device("cpu")
@@ -37,12 +37,12 @@ class FollowedPart(Protocol):
 
 
 class SteppedPart(UndoableSteps):
-    """With the optimizer's state. `module` is the layer, of which nothing is changed."""
+    """With the optimizer's state. `module` is the layer, of which nothing is changed; `device` is what computes."""
 
-    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig,
+    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,
                  sharing: Sharing = NOTHING_SHARED) -> None:
         parameters = trained(module)
-        self._device = next(module.parameters()).device
+        self._device = device
         names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
         self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
         self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(HOST, copy=True))

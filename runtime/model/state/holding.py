@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, parameter_dtype
-from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
-from slipstream.runtime.model.layers.unfilled import moved, unfilled
+from slipstream.runtime.model.layers.unfilled import unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
-from slipstream.runtime.model.ranks.rank_optimizers import RankOptimizers
 from slipstream.runtime.model.seeds import GENERATORS
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import CopiedSums
@@ -61,7 +59,7 @@ class Holding:
         """How each range that is reduced is cut."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
         self._sums = CopiedSums()
-        self.optimizer: PartOptimizer | RankOptimizers = self._build(self.modules)
+        self.optimizer = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
@@ -87,7 +85,6 @@ class Holding:
         is: mostly, that is so of workers of other stages.
         """
         before, held = self.optimizer, self.modules
-        assert isinstance(before, PartOptimizer)
         laid = held == modules and _lengths(self.cuts) == _lengths(cuts)
         same = laid and (self.cuts == cuts or not any(one.sharded for one in cuts.values()))
         if same:  # but perhaps who speaks for all: where nothing is sharded, each keeps all
@@ -109,8 +106,8 @@ class Holding:
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
-            self.optimizer = optimizer = self._keeping(worker)
-            optimizer.take_over(before, parts)
+            self.optimizer = self._keeping(worker)
+            self.optimizer.take_over(before, parts)
         self.gathered(after)
 
     def _flatten_parameters(self) -> None:
@@ -129,17 +126,39 @@ class Holding:
         """The parts that a worker keeps by the cuts, or its own."""
         return parts_of(worker, self.cuts, lambda layer: elements_of(self.modules[layer]), which)
 
-    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
-        """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
-        one of the ranks that this process stands for."""
-        assert own_rank == 0 and isinstance(self.optimizer, PartOptimizer)
-        return self._sums.of(layers, self.optimizer.buffer)
+    @property
+    def by_rank(self) -> Sequence["Holding"]:
+        """For each rank that this process stands for, what is reduced, stepped and gathered as that rank."""
+        return [self]
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:
-        """That of each rank that this process stands for."""
-        assert isinstance(self.optimizer, PartOptimizer)
-        return [self.optimizer]
+        """Of each of them."""
+        return [one.optimizer for one in self.by_rank]
+
+    def step(self, iteration: int, factor: float = 1.0) -> None:
+        """Step what is kept; see `PartOptimizer.step`."""
+        for one in self.part_optimizers:
+            one.step(iteration, factor)
+
+    def undo(self) -> None:
+        """Put what is kept back to before the open step."""
+        for one in self.part_optimizers:
+            one.undo()
+
+    def go_back(self, committed: int) -> None:
+        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
+        for one in self.part_optimizers:
+            one.go_back(committed)
+
+    def sharded_cut(self, layers: LayerRange) -> Cut | None:
+        """How the elements of a range are cut, where its optimizer's state is sharded."""
+        found = self.cuts.get(layers)
+        return found if found is not None and found.sharded else None
+
+    def copies(self, layers: LayerRange) -> Mapping[Span, Tensor]:
+        """The parts of a range that are copies of others', each with where the sums of its gradients are to come."""
+        return self._sums.of(layers, self.optimizer.buffer)
 
     def arrived(self) -> None:
         """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
@@ -152,10 +171,8 @@ class Holding:
         for one in self.part_optimizers:
             one.gathered(iteration)
 
-    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
-        the ranks that this process stands for."""
-        assert own_rank == 0, "each of these ranks has a holding of its own"
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding."""
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
@@ -198,21 +215,23 @@ class Holding:
         """As `summed`, of a parameter that layers share, by its first name."""
         yield [self.shared_gradients[first]]
 
-    def squares(self) -> float:
-        """The sum of squares of the gradients of this worker's own parts.
+    def layer_squares(self) -> dict[int, float]:
+        """The sums of squares of the gradients of each layer's own parts: `PartOptimizer.squares`."""
+        first, *others = [one.squares() for one in self.part_optimizers]
+        return {layer: sum((one[layer] for one in others), found) for layer, found in first.items()}
 
-        For people to look at; `PartOptimizer.squares` gives the same bits wherever a layer is.
-        """
+    def squares(self) -> float:
+        """Their sum, for people to look at; `layer_squares` gives the same bits wherever a layer is."""
         # The ranks of a group have some parameters alike; and others have parts.
         if worker_group() is not None or any(one.sharded for one in self.cuts.values()):
-            return math.fsum(self.optimizer.squares().values())
+            return math.fsum(self.layer_squares().values())
         layers = {layer for one in self.part_optimizers for layer, own in one.own.items() if own}
         found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
         return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
 
-    def _build(self, modules: Mapping[int, nn.Module]) -> PartOptimizer | RankOptimizers:
+    def _build(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
         return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
 
@@ -231,11 +250,9 @@ class Holding:
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
-    def at_rank(self, own_rank: int, ranks: int) -> dict[str, Tensor]:
-        """`parameters`, as one of the ranks has them that this process stands for."""
-        return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
-                else shard.cut(parameter.detach(), own_rank, ranks)
-                for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
+    def parameters_by_rank(self) -> Sequence[Mapping[str, Tensor]]:
+        """`parameters`, as each of the ranks has them that this process stands for."""
+        return [self.parameters()]
 
     def digest(self) -> str:
         """Digest of the parameters; see `runtime.model.state.digest`."""
@@ -245,11 +262,12 @@ class Holding:
 def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
     """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed.
 
-    Unless it is `filled`, its parameters hold anything, and its state is to be loaded.
+    Unless it is `filled`, its parameters hold anything, in host memory that is never touched: its state is to be
+    loaded, once it is `moved` to the device.
     """
     if not filled:
         with unfilled(), torch.no_grad():
-            return moved(with_local_parameters(model.build(layer)), model.device)
+            return with_local_parameters(model.build(layer))
     with GENERATORS, torch.no_grad():
         module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies(layer).items():
@@ -258,13 +276,17 @@ def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
         return module.to(model.device)
 
 
+def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
+    """`built`, to be held."""
+    module = built(model, layer, filled=filled)
+    _keep_whole(layer, module, config, sharing_of(model))
+    return module
+
+
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
-                  kind: type[Holding] = Holding, *, filled: bool = True) -> Holding:
-    """Layers as they are before the first iteration; unless `filled`, their states are to be loaded."""
-    modules, sharing = {layer: built(model, layer, filled=filled) for layer in layers}, sharing_of(model)
-    for layer, module in modules.items():
-        _keep_whole(layer, module, config, sharing)
-    return kind(modules, config, sharing)
+                  kind: type[Holding] = Holding) -> Holding:
+    """Layers as they are before the first iteration."""
+    return kind({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
 
 
 def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.shards import shards_of
-from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing
+from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.layers.worker_group import first_rank
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import Sums
 from slipstream.runtime.model.state.late_steps import BUFFERS, LateSteps
 from slipstream.runtime.model.state.parameter_groups import Groups, grouped
-from slipstream.runtime.model.state.part_state import PartState, name_of, placed, slice_of, untrained
+from slipstream.runtime.model.state.part_state import PartState, placed, slice_of, untrained
 from slipstream.runtime.model.state.parts import Parts, Span, common
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, UndoableSteps
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.model.layers.sharing import name_of
 from slipstream.runtime.model.state.parts import Elements, Span, common
 from slipstream.runtime.model.tensor_codec import decode, encode
 
@@ -70,12 +71,6 @@ def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
     return tensor if tensor.dim() == 0 else tensor[wanted[0] - has[0]:wanted[1] - has[0]]
 
 
-def name_of(key: str) -> str:
-    """The parameter's name in that of a state's tensor."""
-    kind, _, name = key.partition(".")
-    return name if kind == "model" else name.partition(".")[2]
-
-
 def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> PartState:
     """A layer's whole state (`whole`). Raises ValueError where that does not fit."""
     mine = trained(module)
@@ -123,8 +118,7 @@ def put(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -
                 tensor = part.tensors.get(f"model.{name}")
                 if both is None or tensor is None:
                     continue
-                has = max(span[0], part.start), min(span[1], part.stop)
-                slice_of(parameter.detach().view(-1), span, both).copy_(slice_of(tensor, has, both))
+                slice_of(parameter.detach().view(-1), span, both).copy_(tensor)
             for name, own in untrained(module).items() if untrained_too else ():
                 if f"model.{name}" in part.tensors:
                     own.copy_(part.tensors[f"model.{name}"])

@@ -62,7 +62,6 @@ class Steps:
                  stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == watches_gradients(config)
         self._holding = holding
-        self._optimizer = holding.optimizer
         self._config = config
         self._layers = layers
         self._share = share
@@ -98,12 +97,12 @@ class Steps:
         self._iteration = iteration
         if self._share is None:
             self.squares = self._holding.squares()
-            self._optimizer.step(iteration)
+            self._holding.step(iteration)
             until_unread()
             self._end(1.0)
             return
         until_unread()  # there may be no step, and gradients are zero afterwards
-        squares = self._optimizer.squares()
+        squares = self._holding.layer_squares()
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if first_rank() else 0.0])
@@ -112,7 +111,7 @@ class Steps:
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
         self._agreed = worker_group() is None or not self._others_guess
         if self._guessed:
-            self._optimizer.step(iteration)
+            self._holding.step(iteration)
         else:
             self._take()
 
@@ -150,7 +149,7 @@ class Steps:
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
             self._conclude(factor)
-        self._optimizer.go_back(committed)
+        self._holding.go_back(committed)
         self._sums, self._agreed = None, True
         self.void = False
         self._unclipped = UNCLIPPED  # as with a worker that joins now: all must guess alike
@@ -158,9 +157,9 @@ class Steps:
     def _conclude(self, factor: float | None) -> None:
         right = self._guessed and factor == 1.0
         if self._guessed and not right:
-            self._optimizer.undo()
+            self._holding.undo()
         if not right and factor is not None:
-            self._optimizer.step(self._iteration, factor)
+            self._holding.step(self._iteration, factor)
         self._sums = None
         self.validated = self._iteration, factor
         self._unclipped = self._unclipped + 1 if factor == 1.0 else 0

@@ -136,6 +136,21 @@ class Double:
 
         return self._later("reduce_scatter", work, [output])
 
+    def alltoall_base(self, output: Tensor, input: Tensor, takes: list[int], gives: list[int]) -> Work:
+        def work() -> None:
+            parts, rooms = input.split(gives), output.detach().split(takes)
+            for rank, (part, room) in enumerate(zip(parts, rooms, strict=True)):
+                if rank == self._rank:
+                    room.copy_(part)
+                    continue
+                for puts in (self._rank < rank, self._rank > rank):  # of each two, the lower puts first
+                    if puts and gives[rank]:
+                        self._put(rank, part)
+                    elif not puts and takes[rank]:
+                        self._take(rank, room)
+
+        return self._later("alltoall", work, [output])
+
     def _later(self, name: str, call: Callable[[], None], filled: Sequence[Tensor]) -> Work:
         work = Work()
         with self._lock:

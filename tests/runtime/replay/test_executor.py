@@ -311,6 +311,19 @@ def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
     assert placement.reduced(schedule, Worker(2, 1)) == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
 
 
+@settings(max_examples=40)
+@given(schedules())
+def test_each_layer_is_saved_by_one_of_its_holders_and_they_take_turns(schedule):
+    placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
+    held, ranges = placement.held_by(schedule), placement.reduced_by_all(schedule)
+    by_worker = {worker: placement.writers(schedule, worker) for worker in held}
+    for (start, end), sharers in ranges.items():
+        saved = [by_worker[sharers[0]][layer] for layer in range(start, end)]
+        assert all(by_worker[one][layer] == saved[layer - start] for one in sharers for layer in range(start, end))
+        counts = [saved.count(one) for one in sharers]
+        assert sum(counts) == end - start and max(counts) - min(counts) <= 1
+
+
 def test_workers_are_assigned_to_nodes_in_order():
     workers = [Worker(0, column) for column in range(5)]
     assert assign_to_nodes(workers, 2) == [workers[:2], workers[2:]]

@@ -13,7 +13,6 @@ from torch import nn
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.launch import Resilience, run
 from slipstream.runtime.model.layers.gpt import GPT
-from slipstream.runtime.model.layers.gpt_parallel import ParallelGPT
 from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.replay.stuck_calls import AbandonedError, OpenCalls
@@ -71,7 +70,7 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(job, monkeypatch, 
     assert_same_numbers(result, judge(config, job.microbatches, 6))
 
 
-class StuckRank(ParallelGPT):
+class StuckRank(GPT):
     """A GPT in workers of two ranks, one of which never comes back from a call in its first F; then another dies."""
 
     def build(self, layer: int) -> nn.Module:
@@ -99,7 +98,7 @@ class StuckRank(ParallelGPT):
         forked = sys.argv[0].endswith("fork_server_process.py")
         if forked and "_reduce_scatter_base" not in vars(ProcessGroupGloo):
             ProcessGroupGloo._reduce_scatter_base = stays if layer == 0 else dies
-        return ParallelGPT.build(self, layer)
+        return GPT.build(self, layer)
 
 
 def stuck_rank(config, seed, dtype, device):

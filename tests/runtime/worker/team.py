@@ -34,7 +34,8 @@ def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed
 
 
 def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
-    return LayerStore(lambda layers, filled: build(training, layers, seed), lambda *_: {})
+    return LayerStore(lambda layer, filled: build(training, [layer], seed).modules[layer], lambda *_: {},
+                      build(training, []), CPU)
 
 
 def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> LayerStore:
@@ -112,13 +113,14 @@ class Team:
             member.sender.give(generation, committed, 1, member.store, lambda: None)
 
     def take(self, generation: int, fetch: int = 1):
-        return self.receiver.take(generation, fetch, lambda: None)
+        (found,) = self.receiver.take(generation, fetch, lambda: None)
+        return found
 
 
 def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
     return LayerReceiver(
-        lambda layer: build(training, [layer], seed=1).modules[layer], partial(SteppedPart, config=training),
-        CPU, SECRET, Told(told))
+        lambda _, layer: build(training, [layer], seed=1).modules[layer],
+        partial(SteppedPart, config=training, device=CPU), CPU, SECRET, Told(told))
 
 
 class Told(ReceiverEvents):

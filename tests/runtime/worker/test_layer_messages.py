@@ -101,5 +101,5 @@ def test_several_threads_may_be_the_first_to_read_a_message():
         "    assert read_message(io.BytesIO(data), Tags(b'key')) == (GenerationBegins(1, 2), {})\n"
         "threads = [threading.Thread(target=read) for _ in range(8)]\n"
         "[thread.start() for thread in threads], [thread.join() for thread in threads]\n")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=command_environment())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=240, env=command_environment())
     assert done.returncode == 0 and not done.stderr

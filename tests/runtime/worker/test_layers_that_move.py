@@ -1,13 +1,17 @@
 """Layers on their way between workers: the same bits at both ends, whether all wait meanwhile or train on."""
 
 import socket
+from functools import partial
 
 import pytest
 import torch
 
+from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.state.holding import build_holding, build_layer
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
 from slipstream.runtime.worker.layer_store import LayerStore
+from tests.runtime.running import tiny
 from tests.runtime.speaking import be_asked
 from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_store, hold, whole
 
@@ -109,3 +113,13 @@ def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
             assert team.told.get(timeout=SOON) == "failed 1"
     with pytest.raises(CommunicationError, match=reason):
         team.take(2)
+
+
+def test_a_layer_that_is_fetched_takes_nothing_of_the_device_before_it_is_held():
+    """Its worker trains meanwhile, and plans have no room for it there."""
+    device, training = torch.device("meta"), tiny().training  # any that is not the host
+    model = model_for(tiny().model, 0, torch.float64, device)
+    store = LayerStore(partial(build_layer, model, config=training), lambda *_: {},
+                       build_holding(model, (), training), device)
+    store.prepare([1])
+    assert {(one.device.type, one.grad) for one in store.module(1).parameters()} == {("cpu", None)}

@@ -89,7 +89,8 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     keeper.run(4)
     assert told.get(timeout=SOON) == "up to date 1"
     keeper.go_back(committed, generation=2)
-    found = {part.state: part for part in getting.take(2, 1, lambda: None)}
+    (parts,) = getting.take(2, 1, lambda: None)
+    found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
         theirs = keeper.store.part_state(PartName(LAYER, *span, state))

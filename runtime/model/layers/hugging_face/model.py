@@ -64,7 +64,8 @@ class HuggingFace:
             if is_filled:
                 self._initialise(module)
             for parameter in module.parameters():  # buffers stay as they are: angles of positions are float32 always
-                parameter.data = parameter.data.to(self._dtype)
+                parameter.data = torch.empty_like(parameter, dtype=self._dtype) if is_unfilled() \
+                    else parameter.data.to(self._dtype)
             if is_filled and self._weights is not None and not is_unfilled():
                 self._load(module, layer, self._weights)
         group = worker_group()

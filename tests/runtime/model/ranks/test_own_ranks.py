@@ -59,9 +59,6 @@ def test_it_has_what_its_ranks_have():
             assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
         joined = joined_state(theirs, shards)
         assert all(torch.equal(joined[key], state[key]) for key in state)
-    for own_rank, other in enumerate(ranks):
-        mine, parameters = both.at_rank(own_rank, 2), other.parameters()
-        assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
 
 
 def test_what_passes_is_cut_where_ranks_have_parts_of_it():
@@ -108,16 +105,16 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
             for (flat,), other in zip(by_rank, alone, strict=True):
                 theirs = torch.cat([one.flatten() for one in other.gradients()])
                 assert torch.equal(flat[:len(theirs)], theirs)
-            for own_rank, (flat,) in enumerate(by_rank):
-                for span, sums in both.copies((0, 3), own_rank).items():
+            for (flat,), rank in zip(by_rank, both.by_rank, strict=True):
+                for span, sums in rank.copies((0, 3)).items():
                     sums.copy_(flat[slice(*span)])
-        both.optimizer.step(0)
-        both.optimizer.go_back(0)
+        both.step(0)
+        both.go_back(0)
         both.give_parameters()  # nothing is gathered: what its buddy keeps are copies
         both.arrived()
-    for own_rank, other in enumerate(alone):
-        mine = both.at_rank(own_rank, 2)
-        assert all(torch.equal(mine[name], parameter) for name, parameter in other.parameters().items())
+    for mine, other in zip(both.parameters_by_rank(), alone, strict=True):
+        parameters = other.parameters()
+        assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
     assert both.squares() == pytest.approx(sum(sum(one.optimizer.squares().values()) for one in ranks))
-    both.optimizer.go_back(-1)
+    both.go_back(-1)
     assert all(one.optimizer.whole_after is None for one in ranks)

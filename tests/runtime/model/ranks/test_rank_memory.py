@@ -69,10 +69,10 @@ class Ranks:
                 holding.summed((0, LAYERS)) as by_rank:
             self.watch()
         del by_rank
-        holding.optimizer.step(iteration)
+        holding.step(iteration)
         self.watch()
-        for own_rank in range(len(holding.part_optimizers)):
-            holding.flat_parameters(own_rank)
+        for rank in holding.by_rank:
+            rank.flat_parameters()
             self.watch()
         for optimizer in holding.part_optimizers:
             optimizer.kept_states()  # has copies stepped in this thread, which is watched
