@@ -279,7 +279,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     clock = clock or options.clock()
     (ready if isinstance(clock, StepClock) else begin)(progress)
     began = time.monotonic()
-    roles = options.seconds * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
+    share = ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS
+    roles = options.seconds * share if failed else 0.0
     # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
     first = options if options.steps is not None else options.within(options.seconds - roles)
     best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)
