@@ -273,7 +273,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
     (ready if isinstance(clock, StepClock) else begin)(progress)
     began = time.monotonic()
     params = options.params.roles
-    roles = options.seconds * (params.share if options.layers == "fixed" else params.share_of_layers)
+    share = params.share if options.layers == "fixed" else params.share_of_layers
+    roles = options.seconds * share if failed else 0.0
     # Counted steps of the plan with roles in place are its own, so that it is never longer with them moved.
     first = options if options.steps is not None else options.within(options.seconds - roles)
     best = plan_with(first, job, failed, known=known, progress=progress, clock=clock)

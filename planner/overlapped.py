@@ -13,7 +13,7 @@ What cannot be hidden is the reduction of the layers whose W is last: `bounding_
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from math import ceil
 from typing import NamedTuple
 
@@ -27,7 +27,8 @@ from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
-from slipstream.schedules.precedence import OpKey, waits
+from slipstream.schedules.graph import programs_of
+from slipstream.schedules.precedence import OpKey, op_key, waits
 from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
 from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import period_ticks as window_ticks
@@ -199,12 +200,11 @@ class _Overlapped:
         self._job = job
         self._layers = list(schedule.layers_by_slice)
         self._number = {layers: number for number, layers in reversed(list(enumerate(self._layers)))}
-        self._forward, self._inputs, self._weights = (
-            list(one) for one in (schedule.times.forward, schedule.times.backward_input,
-                                  schedule.times.backward_weight))
-        memory = schedule.memory
-        self._activation, self._stash = ([], []) if memory is None else (
-            list(memory.activation), list(memory.weight_stash))
+        times, memory = schedule.times, schedule.memory
+        self._values = [list(one) for one in zip(
+            times.forward, times.backward_input, times.backward_weight,
+            *((memory.activation, memory.weight_stash) if memory else ()), strict=True)]
+        """Of each slice."""
         self._pieces = pieces
         self._within: dict[LayerRange, list[LayerRange]] = {}
         self._turn: dict[int, int] = {}
@@ -217,14 +217,13 @@ class _Overlapped:
         reductions = sorted({layers for one in parts for layers in one.reduced})
         for layers in reductions:
             self._known(layers)
-        times = replace(old.times, forward=tuple(self._forward), backward_input=tuple(self._inputs),
-                        backward_weight=tuple(self._weights), overlap=True,
+        forward, inputs, weights, *held = zip(*self._values, strict=True)
+        times = replace(old.times, forward=forward, backward_input=inputs, backward_weight=weights, overlap=True,
                         all_reduce=self._reduction_ticks())
-        memory = old.memory
-        if memory is not None:
-            memory = replace(memory, activation=tuple(self._activation), weight_stash=tuple(self._stash))
-        made = replace(old, slices=tuple(self._layers[len(old.grid.stages):]), times=times, memory=memory)
-        return _timed(made, parts, self._number)
+        memory = old.memory and replace(old.memory, activation=held[0], weight_stash=held[1])
+        made = replace(old, slices=tuple(self._layers[len(old.grid.stages):]), times=times, memory=memory,
+                       programs=tuple(tuple(one.ops) for one in parts))
+        return _timed(made, [one.reduced for one in parts], self._number)
 
     def _reduction_ticks(self) -> tuple[int, ...]:
         """By slice."""
@@ -309,51 +308,46 @@ class _Overlapped:
 
     def _add(self, slice_: int, pieces: Sequence[LayerRange]) -> None:
         """Slices beside those that there are, with what they take of a slice; of two, the more."""
-        costs = self._costs
+        costs, whole = self._costs, self._values[slice_]
         assert costs is not None
-        for values, by_layer in ((self._forward, costs.forward), (self._inputs, costs.backward_input),
-                                 (self._weights, costs.backward_weight), (self._activation, costs.activation),
-                                 (self._stash, costs.weight_stash)):
-            if not values:
-                continue
-            parts = [sum(by_layer[slice(*piece)]) for piece in pieces]
-            whole = sum(parts)
-            ends = [round(values[slice_] * one / whole) if whole else 0 for one in accumulate(parts, initial=0)]
+        by_layer = costs.forward, costs.backward_input, costs.backward_weight, costs.activation, costs.weight_stash
+        for place, value in enumerate(whole):
+            *before, total = accumulate((sum(by_layer[place][slice(*piece)]) for piece in pieces), initial=Fraction(0))
+            ends = [round(value * one / total) if total else 0 for one in (*before, total)]
             for piece, (begin, end) in zip(pieces, pairwise(ends), strict=True):
                 number = self._known(piece)
                 if number >= len(self._old.layers_by_slice):
-                    values[number] = max(values[number], end - begin)
+                    self._values[number][place] = max(self._values[number][place], end - begin)
 
     def _known(self, layers: LayerRange) -> int:
         if layers not in self._number:
             self._number[layers] = len(self._layers)
             self._layers.append(layers)
-            for values in (self._forward, self._inputs, self._weights, self._activation, self._stash):
-                if values or values is self._forward:
-                    values.append(0)
+            self._values.append([0] * len(self._values[0]))
         return self._number[layers]
 
 
 # --- Start times ------------------------------------------------------------------------------------------------------
 
 
-def _timed(schedule: Schedule, parts: Sequence[_Parts], number: Mapping[LayerRange, int]) -> Schedule:
-    """Every op as early as the order allows; workers begin when they did. Reductions follow the last W of their layers
-    as soon as the links of all that hold these are free, the ones that can begin first before others."""
-    begins = _compute_begins(schedule, parts)
+def _timed(schedule: Schedule, reduced: Sequence[Sequence[LayerRange]], number: Mapping[LayerRange, int]) -> Schedule:
+    """A schedule of compute ops with what each program has `reduced`. Every op as early as the order allows; workers
+    begin when they did. Reductions follow the last W of their layers as soon as the links of all that hold these are
+    free, the ones that can begin first before others."""
+    begins = _compute_begins(schedule)
     ends: dict[Worker, int] = {}
     ready: dict[LayerRange, int] = defaultdict(int)
     holders: dict[LayerRange, list[Worker]] = defaultdict(list)
     last_of_slice: dict[int, int] = defaultdict(int)
     for seat in schedule.seats:
-        starts, worker = begins[seat.worker], seat.worker
+        worker = seat.worker
         ends[worker] = 0
-        for op, start in zip(parts[seat.program].ops, starts, strict=True):
+        for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True):
             assert op.slice is not None
             ends[worker] = end = start + schedule.times.duration_ticks(op.kind, op.slice, worker)
             if op.kind in FINAL:
                 last_of_slice[op.slice] = max(last_of_slice[op.slice], end)
-        for layers in parts[seat.program].reduced:
+        for layers in reduced[seat.program]:
             holders[layers].append(worker)
     for slice_, end in last_of_slice.items():
         low, high = schedule.layers_of(slice_)
@@ -373,7 +367,7 @@ def _timed(schedule: Schedule, parts: Sequence[_Parts], number: Mapping[LayerRan
     for seat in schedule.seats:
         worker = seat.worker
         body = [replace(op, start_ticks=start)
-                for op, start in zip(parts[seat.program].ops, begins[worker], strict=True)]
+                for op, start in zip(schedule.programs[seat.program], begins[worker], strict=True)]
         merged = sorted([*body, *closing[worker]], key=lambda op: (op.start_ticks, op.kind is OpKind.A))
         step = ProgramOp(OpKind.O, None, None, max(ends[worker], links[worker], last))
         seats.append(replace(seat, program=programs.setdefault((*merged, step), len(programs))))
@@ -385,53 +379,29 @@ def _timed(schedule: Schedule, parts: Sequence[_Parts], number: Mapping[LayerRan
     return replace(made, period_ticks=period, lower_bound_ticks=0, status="feasible")
 
 
-def _compute_begins(schedule: Schedule, parts: Sequence[_Parts]) -> dict[Worker, list[int]]:
-    """When the compute ops of each worker begin."""
-    paths = _paths(schedule, parts)
-    times, transfer = schedule.times, schedule.times.transfer
+def _compute_begins(schedule: Schedule) -> dict[Worker, list[int]]:
+    """When the ops of each worker begin; those who have none begin nothing."""
+    programs, transfer = programs_of(schedule), schedule.times.transfer
+    free = {worker: min((op.start_ticks for op in ops), default=0) for worker, ops in programs.items()}
+    begins: dict[Worker, list[int]] = {worker: [] for worker in programs}
     done: dict[OpKey, tuple[int, Worker]] = {}
-    begins: dict[Worker, list[int]] = {}
-    free: dict[Worker, int] = {}
     waiting: dict[OpKey, list[Worker]] = defaultdict(list)
-    seat_of = schedule.seat_of
-    for seat in schedule.seats:
-        old = schedule.programs[seat.program]
-        begins[seat.worker], free[seat.worker] = [], min((op.start_ticks for op in old), default=0)
     todo = list(begins)
     while todo:
         worker = todo.pop()
-        seat = seat_of[worker]
-        ops, mine = parts[seat.program].ops, begins[worker]
-        while len(mine) < len(ops):
-            op = ops[len(mine)]
-            assert op.slice is not None and op.microbatch is not None
-            pipeline = seat.role.pipeline if op.pipeline is None else op.pipeline
-            key = op.kind, op.slice, pipeline, op.microbatch
-            start = free[worker]
-            lacking = None
-            for awaited, rule in waits(key, paths[pipeline, op.microbatch]):
+        for op in islice(programs[worker], len(begins[worker]), None):
+            key, start = op_key(op), free[worker]
+            for awaited, rule in waits(key, schedule.path(*key[2:])):
                 if awaited not in done:
-                    lacking = awaited
+                    waiting[awaited].append(worker)
                     break
                 end, by = done[awaited]
                 start = max(start, end + (transfer if rule.tensor and by != worker else 0))
-            if lacking is not None:
-                waiting[lacking].append(worker)
-                break
-            mine.append(start)
-            free[worker] = start + times.duration_ticks(op.kind, op.slice, worker)
-            done[key] = free[worker], worker
-            todo += waiting.pop(key, ())
+            else:
+                begins[worker].append(start)
+                free[worker] = start + op.end_ticks - op.start_ticks
+                done[key] = free[worker], worker
+                todo += waiting.pop(key, ())
+                continue
+            break
     return begins
-
-
-def _paths(schedule: Schedule, parts: Sequence[_Parts]) -> Mapping[tuple[int, int], Sequence[int]]:
-    """The slices that each micro-batch passes."""
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for seat in schedule.seats:
-        for op in parts[seat.program].ops:
-            if op.kind is OpKind.F:
-                assert op.slice is not None and op.microbatch is not None
-                found[seat.role.pipeline if op.pipeline is None else op.pipeline, op.microbatch].append(op.slice)
-    return {one: sorted(slices, key=lambda slice_: (schedule.layers_of(slice_), slice_))
-            for one, slices in found.items()}

@@ -141,6 +141,18 @@ def awaited_here(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None
     return None
 
 
+def reducing_early(schedule: Schedule, ops: Sequence[Op]) -> list[Op]:
+    """A worker's program where reductions overlap, with each A as early as these arcs allow: directly behind what it
+    awaits here, or the A before it. So it waits for other workers beside what this one computes, not behind it."""
+    last, places = -1, []
+    for index, op in enumerate(ops):
+        if op.kind is OpKind.A:
+            awaited = awaited_here(schedule, ops, index)
+            last = max(last, index if awaited is None else ops.index(awaited))
+        places.append((last, 1) if op.kind is OpKind.A else (index, 0))
+    return [op for _, op in sorted(zip(places, ops, strict=True), key=lambda one: one[0])]
+
+
 def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
     return {op_key(op): op for ops in programs.values() for op in ops if op.kind in COMPUTE_KINDS}
 

@@ -17,6 +17,7 @@ from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.rank_session import Shared
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import Session
+from slipstream.schedules.graph import reducing_early
 from slipstream.schedules.precedence import consumers, op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
@@ -68,7 +69,10 @@ class Executor:
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
                  before_exchange: Callable[[], None] = lambda: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
-        self._program = [_step(schedule, op, slices) for op in schedule.ops(session.worker)]
+        ops = schedule.ops(session.worker)
+        if schedule.overlaps:
+            ops = reducing_early(schedule, ops)
+        self._program = [_step(schedule, op, slices) for op in ops]
         self._split = schedule.backward == "split"
         self._reduces_beside = _computes_after_reducing(self._program)
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)

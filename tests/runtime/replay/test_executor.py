@@ -118,6 +118,14 @@ class TestReductionsBesideCompute:
         assert all(op.end_seconds <= lone.recorder.ops()[-1].start_seconds for op in lone.recorder.ops()[:-1])
         lone.session.close()
 
+    def test_begin_before_other_layers_are_computed(self):
+        """Each directly behind the last W of its layers, though another W is planned to begin at the same time."""
+        kinds = list[OpKind]()
+        lone = Lone(self.SCHEDULE, 1, lambda _iteration, _place, kind: kinds.append(kind))
+        lone.run(1)
+        assert "".join(kinds).endswith("WWWAWWAWWAWWAO"), "two micro-batches are cut"
+        lone.session.close()
+
     def test_fail_as_if_it_had_waited(self, monkeypatch):
         lone = Lone(self.SCHEDULE, 1)
 
