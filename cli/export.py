@@ -29,13 +29,13 @@ FORMATS = ("torch-csv", "torchtitan", "megatron", "primus", "hugging-face")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
-    "the --out of a run."))]
+    "the --out of a run; for torchtitan either a schedule or such a folder."))]
 Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="torchtitan, hugging-face: the folder to write.")]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=completing(*FORMATS), help=(
     "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; torchtitan: that, "
-    "and torchtitan's flags for it; megatron: Megatron-LM's flags for a job's layers; primus: the table of AMD Primus' "
-    "pipeline runner, as JSON; hugging-face: a folder that "
-    "transformers' `from_pretrained` loads."))]
+    "and torchtitan's flags for it, or a checkpoint that torchtitan loads; megatron: Megatron-LM's flags for a job's "
+    "layers; primus: the table of AMD Primus' pipeline runner, as JSON; hugging-face: a folder that transformers' "
+    "`from_pretrained` loads."))]
 Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
 Communication = Annotated[bool, typer.Option("--communication", help=(
     "torch-csv: write sends, receives and reductions too (format compute_comms); without, torch adds them "
@@ -67,8 +67,10 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
         refuse(f"{folder}: --to {to} writes to {'stdout' if to == 'megatron' else '--out FILE'}")
-    if to == "hugging-face":
-        _to_hugging_face(file, folder, json)
+    if to == "hugging-face" or (to == "torchtitan" and file.is_dir()):
+        if pipeline or decoder_layers:
+            refuse(f"--pipeline and --decoder-layers: only with a schedule, and {file} is a folder")
+        _of_checkpoint(file, folder, to, json)
     elif to == "megatron":
         _to_megatron(file, decoder_layers, json)
     elif to == "primus":
@@ -183,8 +185,9 @@ def _to_primus(file: Path, out_file: Path | None, json: bool) -> None:
         print_json(table)
 
 
-def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
-    folder = _require_new(folder, "hugging-face", "CHECKPOINT")
+def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> None:
+    """Write the model of a checkpoint."""
+    folder = _require_new(folder, to, "CHECKPOINT")
     with importing():
         from slipstream.cli.shared.train_inputs import checkpoint_or_refuse
         from slipstream.runtime.config import ConfigError
@@ -192,10 +195,13 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     checkpoint = checkpoint_or_refuse(source)
     try:
         with importing():
-            from slipstream.runtime.model.checkpoints.hugging_face_export import export_checkpoint
+            if to == "torchtitan":
+                from slipstream.runtime.model.layers.torchtitan.export import export_checkpoint
+            else:
+                from slipstream.runtime.model.checkpoints.hugging_face_export import export_checkpoint
         export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
-        refuse(f"--to hugging-face needs the package {error.name}: pip install 'slipstream-train[hf]'")
+        refuse(f"--to {to} needs the package {error.name}: pip install 'slipstream-train[hf]'")
     except (CheckpointError, ConfigError) as error:
         refuse(error)
     except OSError as error:

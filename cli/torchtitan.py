@@ -136,7 +136,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
             self.lr_schedulers.step()
         tokens = max(0, new) * self.config.training.global_batch_size * self.config.training.seq_len
         self.ntokens_seen += tokens
-        self.metrics_processor.ntokens_since_last_log += tokens
+        devices = self.own.job.pipelines * self.own.job.stages * self.own.config.training.tensor_parallel
+        self.metrics_processor.ntokens_since_last_log += tokens / devices  # it shows what each of them does
         self.step = max(self.step, steps)
         return new > 0
 

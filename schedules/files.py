@@ -1,7 +1,10 @@
 """Reads files in bounded memory, and writes them atomically: neither a reader nor a crash sees half a file."""
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -42,6 +45,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder beside `folder` to write to; it takes its place when all is written, else nothing has happened.
+
+    Raises OSError.
+    """
+    draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
         raise
 
 

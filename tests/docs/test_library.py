@@ -24,6 +24,7 @@ def test_examples(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("30.0 optimal\nstage 2 has no live worker")
     assert (tmp_path / "run" / "losses.jsonl").read_text().count("\n") == 3
+    assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["0", "1", "2"]  # what was observed
 
 
 @pytest.mark.parametrize("name", [name for name in dir(planner) if name in planner._HOMES])

@@ -1,19 +1,44 @@
 """What docs/neighbours.md says that PyTorch's pipeline runtime refuses: when this fails, that page is to be changed."""
 
+import traceback
+
 import pytest
-from torch.distributed.pipelining.schedules import _Action, _validate_schedule
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-WHOLE = {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", "1B0", "1F1", "1B1"]}
-RE_ROUTED = {**WHOLE, 1: ["1F0", "1B0"]}
-"""A peer in another pipeline runs micro-batch 1 of stage 1."""
+WHOLE = ["0F0,0B0", "1F0,1B0"]
+DEAD = ["0F0,0B0", ""]
+"""A peer in another replica runs the only micro-batch of stage 1."""
+SHED = ["0F0,0F1,0B0,0B1", "1F0,1B0"]
+"""It runs the second of two."""
 
 
-def validate(order):
-    actions = {rank: [_Action.from_str(one) for one in ops] for rank, ops in order.items()}
-    return _validate_schedule(actions, 2, 2, 2)
+@pytest.fixture
+def load(tmp_path):
+    """Has rank 0 of two read an order, of which there are some micro-batches; the other rank says nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+
+    def read(order, microbatches):
+        (tmp_path / "order.csv").write_text("\n".join(order) + "\n")
+        stage = PipelineStage(nn.Linear(1, 1), 0, 2, torch.device("cpu"))
+        schedules._PipelineScheduleRuntime([stage], microbatches, loss_fn=nn.functional.mse_loss)._load_csv(
+            str(tmp_path / "order.csv"))
+
+    yield read
+    dist.destroy_process_group()
 
 
-def test_a_stage_that_runs_some_of_the_microbatches_is_refused():
-    assert validate(WHOLE) == {0: 0, 1: 1}
-    with pytest.raises(AssertionError, match=r"Got 1 .*FORWARD microbatches for stage 1, expected 2"):
-        validate(RE_ROUTED)
+@pytest.mark.parametrize(("order", "microbatches"), [(DEAD, 1), (SHED, 2)])
+def test_a_stage_that_runs_some_of_the_microbatches_is_refused(load, monkeypatch, order, microbatches):
+    load(WHOLE, 1)
+    with pytest.raises(AssertionError, match=rf"Got {microbatches - 1} .*FORWARD microbatches for stage 1, expected "
+                                             rf"{microbatches}$") as refused:
+        load(order, microbatches)
+    assert traceback.extract_tb(refused.tb)[-1].name == "_validate_schedule"
+    monkeypatch.setattr(schedules, "_validate_schedule", lambda *_: {0: 0, 1: 1})
+    with pytest.raises(AssertionError) as stuck:
+        load(order, microbatches)
+    assert traceback.extract_tb(stuck.tb)[-1].name == "_add_send_recv"

@@ -4,9 +4,12 @@ import importlib.util
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from slipstream.cli.app import app
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.launch import run
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, save
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.compiling import check_compilable
@@ -142,21 +145,40 @@ def test_layers_that_are_given_masks_are_not_compiled():
 
 
 @installed
-def test_a_checkpoint_of_torchtitan_is_where_layers_begin(tmp_path):
-    from torch.distributed.checkpoint.state_dict_saver import save
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_a_checkpoint_that_is_exported_is_one_of_torchtitan_and_where_layers_begin(tmp_path, name):
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    model, layers, _ = whole_of(config())
-    written = {name: value for number, layer in enumerate(layers)
-               for name, value in model.named_as_written(number, layer.state_dict()).items()}
-    assert "layers.0.attention.qkv_linear.wq.weight" in written
-    save(written, checkpoint_id=tmp_path / "step-0", no_dist=True)
-    begun = model_for(config(model={"checkpoint": str(tmp_path / "step-0")}).model, 7, torch.float64, CPU)
+    given, folder = config(name), tmp_path / "titan"
+    model, layers, whole = whole_of(given)
     for number, layer in enumerate(layers):
-        for name, value in begun.build(number).state_dict().items():
-            assert torch.equal(value, layer.state_dict()[name])
-    absent = model_for(config(model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
+        state = {f"model.{key}": value.detach() for key, value in layer.named_parameters()
+                 if f"{number}.{key}" not in (group[1] for group in model.shared)}
+        save(tmp_path / "checkpoints", 3, {number: state}, identity_of(given, len(layers))).wait()
+    done = CliRunner().invoke(app, ["export", str(tmp_path), str(folder), "--to", "torchtitan"])
+    assert done.exit_code == 0 and done.stderr == f"iteration 3 written to {folder}\n", done.stderr
+    read = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
+    assert "layers.0.attention.qkv_linear.wq.weight" in read
+    load(read, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(read[key], value) for key, value in whole.state_dict().items())
+    begun = model_for(config(name, model={"checkpoint": str(folder)}).model, 7, torch.float64, CPU)
+    for number in range(len(layers)):
+        for key, value in begun.build(number).named_parameters():
+            assert torch.equal(value, whole.get_parameter(key))
+    absent = model_for(config(name, model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
     with pytest.raises(ConfigError, match="cannot be read"):
         absent.build(0)
+
+
+@installed
+def test_a_checkpoint_of_other_layers_is_not_exported(tmp_path):
+    given = config()
+    _, layers, _ = whole_of(given)
+    for number in range(len(layers)):
+        save(tmp_path / "checkpoints", 3, {number: {"model.w": torch.zeros(2)}}, identity_of(given, len(layers))).wait()
+    done = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "titan"), "--to", "torchtitan"])
+    assert done.exit_code == 2 and "are not those of torchtitan's llama3/debugmodel" in done.stderr
+    assert done.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 @installed

@@ -77,6 +77,17 @@ def saved(folder):
     return found
 
 
+def scalars(path, tag):
+    """What TensorBoard shows, by steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(path))
+    read.Reload()
+    found = read.Scalars(tag)
+    assert [one.step for one in found] == list(range(1, STEPS + 1))
+    return [one.value for one in found]
+
+
 def orders_of(folder):
     return [event for line in (folder / "slipstream" / EVENTS).read_bytes().splitlines()
             if isinstance(event := decode(line), OrderGiven)]
@@ -122,8 +133,12 @@ def trained(tmp_path_factory):
 def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options, ranks):
     theirs = trained(dtype)
     train(OURS, tmp_path, theirs.parent / "assets", dtype, *TWO_STAGES, "--parallelism.tensor_parallel_degree",
-          str(ranks), *options)
+          str(ranks), "--metrics.enable_tensorboard", *options)
     assert_same(tmp_path, theirs, dtype)
+    devices = int(options[1]) * 2 * ranks
+    assert [one["of_a_device"] for one in lines(tmp_path)] == [one["of_a_device"] / devices for one in lines(theirs)]
+    [shown] = (tmp_path / "tb").rglob("events*")
+    assert scalars(shown, "loss_metrics/global_avg_loss") == pytest.approx([one["loss"] for one in lines(theirs)], 1e-5)
     run = tmp_path / "slipstream"
     stepped_with = [decode_metrics(line).learning_rate for line in (run / METRICS).read_bytes().splitlines()]
     assert stepped_with == pytest.approx([one["rate"] for one in lines(theirs)], rel=1e-12)
@@ -186,17 +201,34 @@ def test_each_goes_on_from_the_others_checkpoint(trained, tmp_path):
 REFUSED = [("--parallelism.data_parallel_shard_degree", "2"), ("--parallelism.context_parallel_degree", "2"),
            ("--parallelism.expert_parallel_degree", "2"), ("--validator.enable",),
            ("--training.enable_cpu_offload",), ("--training.max_norm", "0"), ("--checkpoint.create_seed_checkpoint",),
-           ("--optimizer.implementation", "fused_opt_states_bf16")]
+           ("--optimizer.implementation", "fused_opt_states_bf16"), ("--comm.mode", "fake_backend"),
+           ("--compile.backend", "aot_eager")]
 
 
 @installed
 def test_what_cannot_be_done_is_refused_in_one_line_before_anything_starts(tmp_path):
     write_assets(tmp_path / "assets")
-    done = start(OURS, tmp_path / "out", tmp_path / "assets", "float32", *(word for words in REFUSED for word in words))
+    done = start(OURS, tmp_path / "out", tmp_path / "assets", "float32", "--compile.enable",
+                 *(word for words in REFUSED for word in words))
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert [words for words in REFUSED if " ".join(words) not in said[0]] == []
     assert not (tmp_path / "out" / "slipstream").exists()
+
+
+@installed
+def test_what_is_done_in_another_way_is_said():
+    from slipstream.runtime.model.layers.torchtitan.specification import as_given
+    from slipstream.runtime.model.layers.torchtitan.training import differences
+
+    options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_layers_per_stage", "3",
+               "--parallelism.tensor_parallel_degree", "2", "--checkpoint.enable", "--debug.deterministic"]
+    said = list(differences(as_given(["--module", "llama3", "--config", "llama3_debugmodel", *options])))
+    for words in ("--checkpoint.interval 10 does not", "SelectiveAC.Config does not count", "sequence parallelism",
+                  "--parallelism.pipeline_parallel_schedule, --parallelism.pipeline_parallel_layers_per_stage does not",
+                  "--debug.deterministic is of this process"):
+        assert len([line for line in said if words in line]) == 1, said
+    assert len(said) == 5, said
 
 
 @installed

@@ -36,11 +36,15 @@ def main() -> None:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.distributed import utils
 
+    theirs = MetricsProcessor.log
+
     def log(self, step, average, most, norm, extra_metrics=None):
         rate = next(value for name, value in extra_metrics.items() if name.startswith("lr/"))
         with Path(os.environ["TITAN_METRICS"]).open("a") as file:
             file.write(json.dumps({"step": step, "loss": average, "norm": norm, "rate": rate,
-                                   "tokens": extra_metrics["n_tokens_seen"]}) + "\n")
+                                   "tokens": extra_metrics["n_tokens_seen"],
+                                   "of_a_device": self.ntokens_since_last_log}) + "\n")
+        theirs(self, step, average, most, norm, extra_metrics)
 
     MetricsProcessor.log = log
     utils.set_pg_timeouts = lambda **_: None  # for NCCL

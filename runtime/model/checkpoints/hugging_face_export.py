@@ -1,7 +1,6 @@
 """A folder that transformers' `from_pretrained` loads: config.json, and one safetensors file for each layer."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from slipstream.runtime.model.layers.hugging_face.configuration import CONFIG, F
 from slipstream.runtime.model.layers.hugging_face.model import router_of, sample, small, transformers_config
 from slipstream.runtime.model.layers.hugging_face.weights import INDEX
 from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
+from slipstream.schedules.files import new_folder
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
           "merges.txt", "chat_template.jinja", "generation_config.json")
@@ -47,9 +47,7 @@ def export(document: Mapping[str, Any], state: State, folder: Path, source: Path
     `document` is its config.json, `source` the folder that it began with, whose tokenizer it keeps.
     """
     config = transformers_config(document, str(folder))
-    draft = folder.with_name(f".{folder.name}-{os.getpid()}")
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(folder) as draft:
         files, bytes_, dtype = {}, 0, torch.float32
         layers = config.num_hidden_layers + 2
         for layer in range(layers):
@@ -67,11 +65,6 @@ def export(document: Mapping[str, Any], state: State, folder: Path, source: Path
         for one in COPIED if source is not None else ():
             if source is not None and (source / one).is_file():
                 shutil.copyfile(source / one, draft / one)
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def _named(config: PreTrainedConfig, layer: int, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@
     model          the `LayeredModel`
     ranks          layers over the ranks of a worker, as torchtitan cuts them
     weights        its checkpoints (torch.distributed.checkpoint), read layer by layer
+    export         a run's checkpoint as one of torchtitan's
     training       what torchtitan's Trainer is configured to do, as the configuration of a run
     trainer_state  the state of that Trainer, as a run's checkpoint, and back
 

@@ -126,7 +126,8 @@ def needs_masks(config: Trainer.Config) -> bool:
     """Whether attention is given masks of the documents that a sample is packed of."""
     assert config.model_spec is not None
     found: Any = config.model_spec.model
-    return not isinstance(found.first_attention.inner_attention, ScaledDotProductAttention.Config)
+    return isinstance(found, Decoder.Config) and not isinstance(
+        getattr(found.first_attention, "inner_attention", None), ScaledDotProductAttention.Config)
 
 
 def sample_of(config: Trainer.Config, device: torch.device) -> Any:
@@ -142,7 +143,8 @@ def sample_of(config: Trainer.Config, device: torch.device) -> Any:
                               "bias: a step that is made again would count twice; expected dense layers")
     if needs_masks(config) and device.type != "cuda":
         raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "
-                          "model.options.attention = 'sdpa', which does not see where documents begin")
+                          "model.options.attention = 'sdpa' (in a configuration of torchtitan's "
+                          "ScaledDotProductAttention), which does not see where documents begin")
     if has_quantization(spec.model):
         raise ConfigError(f"{wrong} with quantized products, whose backward cannot be split; expected plain ones")
     with torch.device("meta"):

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.model.layers.compiling import check_compilable
-from slipstream.runtime.model.layers.torchtitan.specification import in_one_process, parsed, sample_of
+from slipstream.runtime.model.layers.torchtitan.specification import in_one_process, needs_masks, parsed, sample_of
 
 _DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
 """torchtitan's names, and ours: its mixed precision is autocast here."""
@@ -25,6 +26,10 @@ _OPTIONS = {"lr", "weight_decay", "betas", "eps"}
 """Of AdamW, which a parameter group may have here."""
 _HOW = {"fused", "foreach"}
 """How it is computed, and not what."""
+_PLANNED = ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "module_fqns_per_model_part",
+            "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+            "pipeline_parallel_last_stage_less_layers")
+"""What plans say instead."""
 
 
 def microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
@@ -99,12 +104,23 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
            "float32, beside --training.mixed_precision_param bfloat16")
     yield not 0 < training.max_norm <= 1e6, f"--training.max_norm {training.max_norm}", "a number above 0, at most 1e6"
     yield config.validator.enable, "--validator.enable", "validation by a Trainer of the checkpoint"
+    yield config.comm.mode != "default", f"--comm.mode {config.comm.mode}", "default"
+    compiled = config.compile.enable and "model" in config.compile.components
+    yield (compiled and config.compile.backend != "inductor", f"--compile.backend {config.compile.backend}",
+           "inductor")
+    for beside, what in ((degrees.tensor_parallel_degree > 1,
+                          f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree}"),
+                         (isinstance(config.activation_checkpoint, FullAC.Config), "FullAC"),
+                         (compiled and needs_masks(config), "attention that is given masks of documents")):
+        yield compiled and beside, f"--compile.enable with {what}", "one of them"
     yield bool(config.override.imports), "--override.imports", "the configuration to have what they change"
     yield checkpoint.create_seed_checkpoint, "--checkpoint.create_seed_checkpoint", "torchtitan's own program for it"
     loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss
     yield type(loss) is not CrossEntropyLoss.Config, f"the loss {type(loss).__qualname__}", "CrossEntropyLoss"
     yield (config.optimizer.implementation == "fused_opt_states_bf16", "--optimizer.implementation "
            "fused_opt_states_bf16", "fused")
+    yield (bool(config.optimizer.optimizer_factory_kwargs_by_name), "optimizer_factory_kwargs_by_name of the optimizer",
+           "options of its param_groups")
     for group in config.optimizer.param_groups:
         yield group.optimizer_name != "AdamW", f"the optimizer {group.optimizer_name}", "AdamW"
         other = min(group.optimizer_kwargs.keys() - _OPTIONS - _HOW, default="")
@@ -123,8 +139,15 @@ def differences(config: Trainer.Config) -> Iterator[str]:
                "FullAC computes them again")
     if config.parallelism.tensor_parallel_degree > 1 and config.parallelism.enable_sequence_parallel:
         yield "each rank of a worker has its samples whole between layers: sequence parallelism does not count"
-    if config.profiler.enable_profiling:
-        yield "--profiler.enable_profiling sees this process, and no worker"
+    planned = [f"--parallelism.{name}" for name in _PLANNED
+               if getattr(config.parallelism, name) != getattr(ParallelismConfig(), name)]
+    if planned:
+        yield f"schedules and the layers of stages are planned: {', '.join(planned)} does not count"
+    for option, given in {"--profiler.enable_profiling": config.profiler.enable_profiling,
+                          "--debug.deterministic": config.debug.deterministic,
+                          "--debug.detect_anomaly": config.debug.detect_anomaly}.items():
+        if given:
+            yield f"{option} is of this process, and of no worker"
 
 
 def _groups(arguments: Sequence[str], config: Trainer.Config) -> list[dict[str, Any]]:

@@ -1,0 +1,72 @@
+"""A run's checkpoint as torchtitan writes its own: parameters by its names, for torch.distributed.checkpoint."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from slipstream.runtime.config import ModelConfig
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.layers.torchtitan.model import Torchtitan
+from slipstream.schedules.files import new_folder
+
+_META = torch.device("meta")
+
+
+class _Read(DefaultSavePlanner):
+    """Tensors are read when they are written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._read(index.fqn)
+
+
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the model of a checkpoint, with one layer of it in memory at a time.
+
+    Raises CheckpointError where it is none of torchtitan's, ConfigError where that cannot be had, and OSError.
+    """
+    identity = checkpoint.manifest.identity
+    name = identity.get("model.torchtitan")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{checkpoint.path}: is not of a model of [model] torchtitan: its model.name is "
+                              f"{identity.get('model.name')!r}")
+    # Parameters are the same whatever attention sees.
+    model = Torchtitan(ModelConfig(torchtitan=name, context=identity["model.context"], options={"attention": "sdpa"}),
+                       0, getattr(torch, identity["parameters"]), _META)
+    sharing, shapes = sharing_of(model), list[Mapping[str, torch.Size]]()
+    layer_of, planned = dict[str, int](), dict[str, Tensor]()
+    for layer in range(model.layers):
+        with _META:
+            parameters = dict(model.build(layer).named_parameters())
+        shapes.append({key: tensor.shape for key, tensor in parameters.items()})
+        for key, tensor in model.named_as_written(layer, parameters).items():
+            layer_of[key], planned[key] = layer, tensor
+
+    @functools.lru_cache(maxsize=1)
+    def of_layer(layer: int) -> dict[str, Tensor]:
+        state = sharing.with_copies(layer, load(checkpoint, [layer])[layer],
+                                    lambda other: load(checkpoint, [other])[other])
+        found = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
+        if {key: tensor.shape for key, tensor in found.items()} != shapes[layer] or identity["layers"] != model.layers:
+            raise CheckpointError(f"{checkpoint.path}: its layers are not those of torchtitan's {name}, but of a "
+                                  "configuration of its own; torchtitan's last checkpoint of that run has them")
+        return model.named_as_written(layer, found)
+
+    with new_folder(folder) as draft, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # nor is it asked for
+        try:
+            save(planned, checkpoint_id=draft, planner=_Read(lambda key: of_layer(layer_of[key])[key]), no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
