@@ -1,7 +1,8 @@
 """How the control plane grows: from 16 workers to 16,384, with the real coordinator and workers that compute nothing.
 
     python -m benchmarks.scale [--workers 64 256 1024] [--phases start busy steady ahead death back restart]
-                               [--table DIR] [--heartbeat-timeout 5] [--patience 120] [--profile FILE] [--json FILE]
+                               [--table DIR] [--plan-then] [--heartbeat-timeout 5] [--patience 120]
+                               [--profile FILE] [--json FILE]
 
 - start: all connect, prove that they know the secret, and get their first order;
 - busy: workers answer at once, so that this is the least that an iteration takes;
@@ -39,7 +40,7 @@ async def measure(workers: int, folder: Path, options: argparse.Namespace, conso
     beating = asyncio.create_task(cluster.beat())
     try:
         for phase in options.phases:
-            if phase == options.profile_from:
+            if options.profile is not None and phase == options.profile_from:
                 cluster.profile()
             found[phase] = answer = await getattr(cluster, phase)()
             console.print(f"{workers:>6,} {phase:7} " + ", ".join(map(_told, answer.items())), highlight=False,
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--plan-then", action="store_true", help="plan nothing ahead of failures")
     parser.add_argument("--heartbeat-timeout", type=float, default=5.0)
     parser.add_argument("--patience", type=float, default=120.0, help="seconds for each phase")
     parser.add_argument("--profile", type=Path, help="of node 0")

@@ -4,6 +4,7 @@ All processes are on this machine, so that they share time.monotonic.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,8 @@ AT_ONCE = 1000
 """Connections that are being made at a time."""
 SPREAD = 0.1
 """Of an iteration, over which workers end it."""
+QUIET = 3.0
+"""Seconds without a plan: nothing more is planned ahead. Node 0 may be busy between two."""
 BEATS, TICKS = 5, 50
 """Heartbeats in each timeout, and how finely they are spread over an interval."""
 NOW = time.monotonic
@@ -147,6 +150,7 @@ class Cluster:
         command = [sys.executable, "-m", "benchmarks.scale.node_0", str(self._count), str(self._folder), *more,
                    "--heartbeat-timeout", str(options.heartbeat_timeout)]
         command += [] if options.table is None else ["--table", str(options.table)]
+        command += ["--plan-then"] if options.plan_then else []
         command += [] if options.profile is None else ["--profile", str(options.profile)]
         self._process = subprocess.Popen(command, stdout=sys.stderr)
         while not (listens := [one for one in self.marks()[marks:] if one["what"] == "listens"]):
@@ -185,7 +189,12 @@ class Cluster:
 
     def _plans(self) -> bool:
         """Whether node 0 has a process that plans."""
-        return any(path.read_text() for path in Path(f"/proc/{self._pid}/task").glob("*/children"))
+        def children(thread: Path) -> str:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                return (thread / "children").read_text()
+            return ""
+
+        return any(map(children, Path(f"/proc/{self._pid}/task").iterdir()))
 
     def megabytes(self) -> tuple[int, int]:
         """Resident memory of node 0 now, and at most."""
@@ -234,7 +243,7 @@ class Cluster:
         def quiet() -> bool:
             nonlocal last
             last = NOW() if self._plans() else last
-            return NOW() - last > 1.0
+            return NOW() - last > QUIET
 
         ok = await self._until(quiet)
         return {"ok": ok, "seconds": last - began, "CPU": self.cpu() - used, "of plans": self.cpu_of_plans() - planning,

@@ -1,6 +1,7 @@
 """Node 0 of a run of fake workers: event loop, commit log, planning and files as in any run; no processes, no model.
 
-    python -m benchmarks.scale.node_0 WORKERS FOLDER [--behind PORT] [--table DIR] [--heartbeat-timeout SEC]
+    python -m benchmarks.scale.node_0 WORKERS FOLDER [--behind PORT] [--table DIR] [--plan-then]
+                                      [--heartbeat-timeout SEC]
 
 It appends to FOLDER/marks.jsonl what happens, each with time.monotonic.
 """
@@ -17,10 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET, first_schedule, job_of, shares_of
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import ModelConfig, RunConfig
+from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
@@ -95,7 +98,7 @@ def setup_of(schedule: Schedule, nodes: int, domains: tuple, timeout: float) -> 
 @contextlib.contextmanager
 def profiled(path: Path | None) -> Iterator[None]:
     """Profile from SIGUSR1 on; written when this process is told to end."""
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time)
 
     def end(*_: object) -> None:
         if path is not None:
@@ -143,15 +146,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--behind", type=int, help="the port of a node 0 that has died")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--plan-then", action="store_true", help="plan nothing ahead of failures")
     parser.add_argument("--heartbeat-timeout", type=float, default=5.0)
     parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
+    then = mock.patch.object(event_loop, "FEW", options.workers) if options.plan_then else contextlib.nullcontext()
     mark = Marks(options.folder)
     job = job_of(options.workers)
     first = first_schedule(job, options.folder)
     planner = FailurePlanner(job, first, None if options.table is None else Table.load(options.table))
     behind = None if options.behind is None else Rendezvous(LOOPBACK, options.behind)
-    with profiled(options.profile), leading(
+    with then, profiled(options.profile), leading(
             first, options.folder, mark, cast(NodeProcesses, NoProcesses()), behind=behind, scheduler=planner.after,
             at_speeds=planner.at_speeds, rebalancer=planner, timeout=options.heartbeat_timeout) as events:
         async def serve() -> None:

@@ -44,7 +44,6 @@ that it has recovered again each time, so that one that flaps keeps its lighter 
 
 import math
 import statistics
-from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
@@ -149,7 +148,7 @@ class _Watched:
     recoveries: int = 0
 
     spread: float = 0.0
-    """Of the history."""
+    """Of the history, or of the first observations about their median: a worker may be slow from the start."""
     added: int = 0
     """Observations since that was found."""
 
@@ -166,12 +165,6 @@ class _Watched:
     def is_known(self) -> bool:
         """Whether there are enough observations for a spread."""
         return len(self.history) + len(self.pending) + len(self.waiting) >= FIRST
-
-    def known_spread(self) -> float:
-        """Of the history, or of the first observations about their median: a worker may be slow from the start."""
-        if len(self.history) >= FIRST:
-            return self.spread
-        return float(_spreads([[*self.history, *self.pending, *(y for _, y in self.waiting)]])[0])
 
     def believe(self, factor: float) -> None:
         """What was measured is dropped, but for what tells the spread."""
@@ -258,17 +251,19 @@ class SlowDetector:
     def ratios(self, measured: Measured) -> dict[Worker, float]:
         """Of each worker that can be compared with others: the time of its ops by what they take on those."""
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
+        unusual = set()
         for worker, cells in measured.items():
             factor = self.factor(worker)
+            if factor != 1.0:
+                unusual.add(worker)
             for cell in cells:
                 times[cell.kind, cell.layers][worker] = cell.seconds / factor
-        peers = {cell: _Peers(seconds, {one for one in seconds if self.factor(one) == 1.0})
-                 for cell, seconds in times.items()}
+        others = {cell: _of_others(seconds, unusual) for cell, seconds in times.items()}
         ratios = {}
         for worker, cells in measured.items():
             expected = took = 0.0
             for cell in cells:
-                usual = peers[cell.kind, cell.layers].usual(worker)
+                usual = others[cell.kind, cell.layers].get(worker)
                 usual = self.usual_seconds(cell) if usual is None else usual
                 if usual is not None:
                     expected += cell.number * usual
@@ -306,7 +301,7 @@ class SlowDetector:
         for cell in {(cell.kind, cell.layers): cell for cells in measured.values() for cell in cells}.values():
             seconds = times[cell.kind, cell.layers].values()
             if len(seconds) > 1 and cell.planned_seconds > 0:
-                rate = _middle(list(seconds)) / cell.planned_seconds
+                rate = _middle(np.sort(list(seconds))) / cell.planned_seconds
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
     def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
@@ -314,14 +309,15 @@ class SlowDetector:
         self._watched = defaultdict(_Watched, {worker: one.copy() for worker, one in self._watched.items()})
         for worker, y in observed.items():
             self._watched[worker].waiting.append((self._first, y))
-        spreads = [one.known_spread() for one in self._watched.values() if one.is_known()]
+        _find_first_spreads([one for one in self._watched.values() if len(one.history) < FIRST and one.is_known()])
+        spreads = [one.spread for one in self._watched.values() if one.is_known()]
         common = statistics.median(spreads) if spreads else 0.0
         changes: list[SpeedChange] = []
         for worker in observed:
             watched = self._watched[worker]
             if not watched.is_known():
                 continue
-            spread = max(LEAST_SPREAD, common, watched.known_spread())
+            spread = max(LEAST_SPREAD, common, watched.spread)
             for iteration, y in watched.waiting:  # several: nobody knew the spread before
                 watched.pending.append(y)
                 if worker in beside_slow:
@@ -330,7 +326,8 @@ class SlowDetector:
                     watched.slower.add(iteration, y, spread, ALLOWANCE * spread)
                 watched.faster.add(iteration, -y, spread, watched.allowance(spread))
             watched.waiting.clear()
-            changes += self._changes(worker, watched, spread)
+            if max(watched.slower.value, watched.faster.value) >= ALARM * spread:
+                changes += self._changes(worker, watched, spread)
             watched.settle()
         due: dict[int, list[_Watched]] = defaultdict(list)
         for watched in map(self._watched.__getitem__, observed):
@@ -360,20 +357,19 @@ class SlowDetector:
             return
 
 
-class _Peers:
-    """What the workers that ran a cell took in an iteration; `usual` are those that are believed to be so."""
-
-    def __init__(self, seconds: Mapping[Worker, float], usual: Collection[Worker]) -> None:
-        self._seconds, self._usual = seconds, usual
-        self._of_usual = sorted(seconds[one] for one in usual)
-        self._of_all = self._of_usual if len(usual) == len(seconds) else sorted(seconds.values())
-
-    def usual(self, worker: Worker) -> float | None:
-        """What the others took, of which those believed to be usual tell where there are any; None: no other ran it."""
-        own = worker in self._usual
-        if len(self._of_usual) > own:
-            return _middle_without(self._of_usual, self._seconds[worker] if own else None)
-        return _middle_without(self._of_all, self._seconds[worker]) if len(self._of_all) > 1 else None
+def _of_others(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
+    """For each worker that ran a cell, what the others took, of which those of usual speed tell where there are any.
+    Whoever was the only one is left out."""
+    values, usual = np.array(list(seconds.values())), np.array([one not in unusual for one in seconds])
+    of_usual, of_all = np.sort(values[usual]), np.sort(values)
+    found = np.full(len(values), np.nan)
+    if len(of_all) > 1:
+        found = _middles_without_each(of_all, values)
+    if len(of_usual) > 1:
+        found[usual] = _middles_without_each(of_usual, values[usual])
+    if len(of_usual):
+        found[~usual] = _middle(of_usual)
+    return {one: value for one, value in zip(seconds, found.tolist(), strict=True) if not math.isnan(value)}
 
 
 def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -403,17 +399,24 @@ def _deviations(values: Floats) -> Floats:
     return distances[:, int(WITHIN * values.shape[1])] / _NORMAL
 
 
-def _middle(seconds: Sequence[float]) -> float:
-    """The median; between two, the geometric mean, so that noise makes a ratio to it neither greater nor less."""
-    return _middle_without(sorted(seconds), None)
+def _find_first_spreads(watched: Sequence[_Watched]) -> None:
+    """Of workers of which little is known yet."""
+    alike: dict[int, list[tuple[_Watched, list[float]]]] = defaultdict(list)
+    for one in watched:
+        values = [*one.history, *one.pending, *(y for _, y in one.waiting)]
+        alike[len(values)].append((one, values))
+    for known in alike.values():
+        for (one, _), spread in zip(known, _spreads([values for _, values in known]), strict=True):
+            one.spread = float(spread)
 
 
-def _middle_without(ordered: Sequence[float], one: float | None) -> float:
-    """The same of what is sorted already, without one of them where that is given."""
-    if one is None:
-        low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    else:
-        first, second, middle = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2, ordered[(len(ordered) - 1) // 2]
-        left_out = 0 if one < middle else len(ordered) if one > middle else bisect_left(ordered, one)
-        low, high = ordered[first + (first >= left_out)], ordered[second + (second >= left_out)]
-    return math.sqrt(low * high)
+def _middle(ordered: Floats) -> float:
+    """The median of sorted values; between two, the geometric mean, so that noise makes a ratio to it neither greater
+    nor less."""
+    return math.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
+
+
+def _middles_without_each(ordered: Floats, values: Floats) -> Floats:
+    """The same for each of the values, without that one. They are what is sorted."""
+    first, second, left_out = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2, np.searchsorted(ordered, values)
+    return np.asarray(np.sqrt(ordered[first + (first >= left_out)] * ordered[second + (second >= left_out)]))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.runtime.coordinator import slow_detector
 from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -46,6 +47,24 @@ class Cluster:
         usual = KINDS[kind] * (1 + worker.column)  # the job file has the times of the later stages wrong
         took = usual * factor * math.exp(self.random.gauss(0, self.spread))
         return took + (usual * self.random.paretovariate(1.1) if self.random.random() < self.held_up else 0.0)
+
+
+def test_spreads_are_found_for_all_workers_at_once(monkeypatch):
+    """Those of each by itself held up node 0 for two seconds when 4,096 had been observed five times."""
+    def calls(pipelines):
+        count = 0
+
+        def counted(rows):
+            nonlocal count
+            count += 1
+            return spreads(rows)
+
+        monkeypatch.setattr(slow_detector, "_spreads", counted)
+        Cluster(pipelines=pipelines, spread=0.0, held_up=0.0).run(10)
+        return count
+
+    spreads = slow_detector._spreads
+    assert calls(4) == calls(16) > 0
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 5.0, 50.0])
