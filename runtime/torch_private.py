@@ -12,8 +12,15 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    PrefixStore,
+    _register_process_group,
+    _unregister_all_process_groups,
+    get_debug_level,
+    set_debug_level,
+)
 from torch._C._distributed_c10d import HashStore as HashStore
-from torch._C._distributed_c10d import PrefixStore, _register_process_group, _unregister_all_process_groups
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -28,8 +35,8 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-# Store, TCPStore, HashStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find
-#   them.
+# Store, TCPStore, HashStore, PrefixStore, DebugLevel, get_debug_level, set_debug_level: documented as
+#   torch.distributed.Store, ..., where type checkers do not find them.
 #   Replaced by: `from torch.distributed import TCPStore`, once torch exports it in words that mypy reads.
 # FakeTensor, FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or
 #   memory.
@@ -170,6 +177,8 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
     os.environ.update(NCCL_ENVIRONMENT)
+    if get_debug_level() == DebugLevel.DETAIL:  # else desync debugging is on, and with it error handling
+        set_debug_level(DebugLevel.INFO)
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
     options = ProcessGroupNCCL.Options()
     options.config.blocking = False

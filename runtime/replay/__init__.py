@@ -6,6 +6,7 @@
     session          one worker's part in an order: aborts from any thread, and commit points
     rank_session     sends, receives, sums, as one of the ranks of a worker
     links            process groups, made when an order begins, used again where nothing was aborted
+    sum_tree         sums of numbers over all processes
     transfers        tensors and sums that are on their way
     backend          how process groups are made and aborted
     gloo             gloo, which forgets some of those that wait

@@ -11,7 +11,7 @@ from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carrier
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import Arriving, Outgoing
 from slipstream.schedules.parts import Crossing, crossings_of
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Schedule
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
@@ -33,7 +33,6 @@ class _Leaving(NamedTuple):
     """What was sent and is kept: it may not have gone yet."""
 
     outgoing: Outgoing
-    target: Worker
     taken: tuple[int, int]
     """The round and the place in its target's program of the op that takes it."""
 
@@ -78,7 +77,6 @@ class Exchange:
         self._ready: dict[int, list[Tensor]] = {}
         self._local: dict[TensorName, Value] = {}
         self._leaving: list[_Leaving] = []
-        self._left_before: list[_Leaving] = []
 
     def give(self, iteration: int, name: TensorName, value: Value) -> None:
         """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
@@ -118,29 +116,29 @@ class Exchange:
 
         That has long arrived: waiting for what was sent just now could hold up the next iteration.
         """
-        for left in self._left_before:
-            left.outgoing.wait()
-        self._left_before, self._leaving = self._leaving, []
+        self._free([left for left in self._leaving if left.taken[0] < self._round], wait=True)
 
     def flush(self) -> None:
         """Wait until all that was sent has gone, at the end of the run. Raises CommunicationError."""
-        self.end_iteration()
-        self.end_iteration()
+        self._free([*self._leaving], wait=True)
 
     def let_go(self) -> None:
         """Free all tensors that are kept. Nothing is passed on after that."""
-        for kept in (self._arriving, self._ready, self._local, self._leaving, self._left_before):
+        for kept in (self._arriving, self._ready, self._local, self._leaving):
             kept.clear()
 
     def _free_until(self, number: int) -> None:
         """Free what had gone before its target made what has come: all that target took up to then."""
         rounds, place = divmod(number, len(self._mine))
         source, made = self._mine[place].source, (rounds, self._mine[place].made)
-        for kept in (self._left_before, self._leaving):
-            for left in [left for left in kept if left.target == source and left.taken <= made]:
-                if self._session.ordered:  # NCCL holds the tensor until a stream waits for it
-                    left.outgoing.wait()
-                kept.remove(left)
+        self._free([left for left in self._leaving if left.outgoing.target == source and left.taken <= made],
+                   wait=self._session.ordered)  # NCCL holds the tensor until a stream waits for it
+
+    def _free(self, gone: Sequence[_Leaving], *, wait: bool) -> None:
+        for left in gone:
+            if wait:
+                left.outgoing.wait()
+            self._leaving.remove(left)
 
     def _number(self, iteration: int, name: TensorName) -> int | None:
         place = self._place.get(name)
@@ -175,7 +173,7 @@ class Exchange:
         if one.source == self._worker:
             taken = number // len(self._mine), one.taken
             self._leaving += [
-                _Leaving(rank.send(carrier, one.target, one.number), one.target, taken)
+                _Leaving(rank.send(carrier, one.target, one.number), taken)
                 for rank, carrier in zip(self._session.by_rank, self._ready.pop(number), strict=True)]
         else:
             shape, dtype = carrier_form(self._forms_of(one.tensor, one.slice)[1])

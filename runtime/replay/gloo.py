@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -23,39 +24,42 @@ WHOLE_BYTES = 2**15
 to wait for it would take longer (40 us)."""
 LOOK_SECONDS = 0.0005
 """From one look at connections that are to close to the next."""
+SHUT = "its connections were shut"
 
 
 class Waits:
-    """Waits for what is under way in some groups, until `end`.
+    """Calls that wait in gloo, until `end`.
 
     When a connection breaks, gloo tells those that wait for transfers which it has not begun. It forgets those that
-    are half written or half read, or were just about to be written: they wait until their time is over. So each wait
-    in gloo is left to a thread that does nothing else, and who needs the result waits for that thread, or for `end`.
+    are half written or half read, or were just about to be written: they wait until their time is over. So does who
+    makes a group and is to be called by a member that has died. So each such call is left to a thread that does nothing
+    else, and who needs the result waits for that thread, or for `end`.
     """
 
     def __init__(self) -> None:
         self._idle: list[_Waiter] = []
         self._open: set[_Wait] = set()
-        self._ended = False
-        self._closing: Callable[[], bool] = lambda: False
+        self.ended = False
+        self._closing: Callable[[], bool] = lambda: True
+        """Whether a connection that was shut has not been closed yet."""
         self._lock = threading.Lock()
         """Either `end` knows a wait, or that knows of the end."""
 
-    def wait(self, work: Work) -> None:
+    def wait(self, call: Callable[[], object]) -> None:
         """Returns when it is done. Raises RuntimeError."""
-        one = _Wait(work)
+        one = _Wait(call)
         with self._lock:
-            if not self._ended:
+            if not self.ended:
                 self._open.add(one)
             waiter = self._idle.pop() if self._idle else _Waiter()
         waiter.queue.put(one)
-        if not self._ended:
+        if not self.ended:
             one.released.acquire()
         if not one.over:
             self._wait_for_closing(one)
         with self._lock:
             self._open.discard(one)
-            if one.over and not self._ended:
+            if one.over and not self.ended:
                 self._idle.append(waiter)
             else:
                 waiter.queue.put(None)
@@ -65,20 +69,18 @@ class Waits:
             finally:
                 del one  # the traceback refers to this frame
         if not one.over:
-            raise RuntimeError("its connections were shut")
+            raise RuntimeError(SHUT)
 
-    def end(self, closing: Callable[[], bool]) -> None:
-        """Nobody waits any more once all connections are closed: `closing` says whether any is not."""
+    def end(self, cut: Callable[[], Sockets]) -> None:
+        """Break all connections; nobody waits any more once they are closed."""
         with self._lock:
-            self._closing, self._ended = closing, True
+            self.ended = True
             waits, self._open = self._open, set()
+            idle, self._idle = self._idle, []
+        shut = cut()
+        self._closing = lambda: still_open(shut)
         for one in waits:
             one.release()
-
-    def close(self) -> None:
-        """Nothing is waited for any more."""
-        with self._lock:
-            idle, self._idle = self._idle, []
         for waiter in idle:
             waiter.queue.put(None)
 
@@ -90,12 +92,12 @@ class Waits:
 
 
 class _Wait:
-    """For one transfer or sum."""
+    """For one transfer or sum, or for the members of a group."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
         self.over = False
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self.released = threading.Lock()
         self.released.acquire()
 
@@ -115,8 +117,8 @@ class _Waiter:
     def _run(self) -> None:
         while (one := self.queue.get()) is not None:
             try:
-                one.work.wait()
-            except RuntimeError as error:
+                one.call()
+            except Exception as error:
                 one.error = error
             one.over = True
             one.release()
@@ -132,7 +134,7 @@ class GlooWork:
 
     def wait(self) -> None:
         """Returns when it is done. Raises RuntimeError."""
-        self._waits.wait(self._work)
+        self._waits.wait(self._work.wait)
 
     def is_completed(self) -> bool:
         """Whether `wait` returns at once; sums only."""
@@ -148,10 +150,14 @@ class GlooGroup:
     in a thread of its own.
     """
 
-    def __init__(self, group: Group, waits: Waits) -> None:
-        self._held = [group]
+    def __init__(self, waits: Waits) -> None:
+        self._held: list[Group] = []
         """Nothing else refers to it for longer than a call."""
-        self._waits = waits
+        self.waits = waits
+
+    def meet(self, meeting: Meeting, devices: Sequence[GlooDevice]) -> None:
+        """Returns when all members have. Raises RuntimeError."""
+        self._held.append(gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, devices))
 
     def __del__(self) -> None:
         if self._held:  # no thread of `threading`: its locks may be held where the collector comes
@@ -191,7 +197,7 @@ class GlooGroup:
         return self._held[0]
 
     def _waited(self, work: Work) -> Work:
-        return cast(Work, GlooWork(work, self._waits))
+        return cast(Work, GlooWork(work, self.waits))
 
 
 class Gloo:
@@ -212,9 +218,6 @@ class Gloo:
         self._before: Sockets | None = None
         """What was open when groups began to be made; None while none are."""
         self._sockets: Sockets = frozenset()
-        self._alive: set[int] = set()
-        """The identities of groups that were not aborted."""
-        self._aborts = 0
 
     def begin(self, spared: Callable[[], Sockets]) -> None:
         """See `Backend`."""
@@ -224,13 +227,10 @@ class Gloo:
 
     def group(self, meeting: Meeting) -> Group:
         """See `Backend`."""
-        aborts, waits = self._aborts, self._waits
+        made = GlooGroup(self._waits)
         self._devices = self._devices or gloo_devices()
-        group = cast(Group, GlooGroup(
-            gloo_group(meeting.keys, meeting.rank, meeting.size, TIMEOUT, self._devices), waits))
-        if aborts == self._aborts:
-            self._alive.add(id(group))
-        return group
+        made.waits.wait(partial(made.meet, meeting, [*self._devices]))
+        return cast(Group, made)
 
     def made(self) -> None:
         """See `Backend`."""
@@ -242,12 +242,8 @@ class Gloo:
 
     def abort(self, groups: Collection[Group]) -> None:  # noqa: ARG002
         """See `Backend`."""
-        self._aborts += 1
-        waits, self._waits = self._waits, Waits()
-        self._devices, self._alive = [], set()
-        shut = self.cut()
-        waits.end(lambda: still_open(shut))
-        waits.close()
+        waits, self._waits, self._devices = self._waits, Waits(), []
+        waits.end(self.cut)
 
     def cut(self) -> Sockets:
         """Break the connections, as a network may: these."""
@@ -256,7 +252,7 @@ class Gloo:
 
     def lost(self, group: Group) -> str | None:
         """See `Backend`."""
-        return None if id(group) in self._alive else "its connections were shut"
+        return SHUT if cast(GlooGroup, group).waits.ended else None
 
     def over(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
         """It is once their sockets are shut."""
@@ -264,6 +260,5 @@ class Gloo:
 
     def close(self, groups: Collection[Group]) -> None:
         """See `Backend`."""
-        self._alive -= {id(group) for group in groups}
         for one in cast(Collection[GlooGroup], groups):
             one.close()

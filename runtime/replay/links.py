@@ -194,7 +194,11 @@ class Groups:
     def _made(self, one: Wanted) -> _Held:
         purpose, size = f"{one.name}/", len(one.members)
         keys = self.keys(purpose, size)
-        group = one.backend.group(Meeting(keys, self._store, self._prefix(purpose), one.place, size))
+        try:
+            group = one.backend.group(Meeting(keys, self._store, self._prefix(purpose), one.place, size))
+        except RuntimeError:
+            self.require()  # else it has failed by itself
+            raise
         keys.met()
         return _Held(one, self._order, group, keys)
 

@@ -22,6 +22,7 @@ from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.rank_session import RankSession, Shared
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
+from slipstream.runtime.replay.sum_tree import SumTree
 from slipstream.runtime.replay.transfers import CommunicationError, Summing, told_in_one_line
 from slipstream.runtime.torch_private import Group, Store
 from slipstream.schedules.schedule import Worker
@@ -61,6 +62,7 @@ class Session(RankSession):
         super().__init__(groups, own, device)
         self._other_ranks = [RankSession(groups, one, device) for one in others]
         self._between_ranks: Connection | None = None
+        self._sums: SumTree | None = None
         self._beside = Beside(device, "reductions", enqueues=self.ordered)
         self._presences = 0
 
@@ -87,8 +89,8 @@ class Session(RankSession):
                 if self.worker in pair}
         wanted = [one for rank in self.by_rank for one in rank.wanted(several, mine, bytes_too=bytes_too)]
         if sums:
-            # Numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up.
-            wanted.append(Wanted("all sums", *self._everyone(), links.host))
+            self._sums = SumTree(groups, *self._everyone())
+            wanted += self._sums.wanted()
         if group is not None:
             ranks, mates = f"ranks of {self.worker}", self._membership.processes_of(self.worker)
             wanted.append(Wanted(ranks, mates, mates.index(self._membership.process(self.worker)), links.backend))
@@ -184,27 +186,27 @@ class Session(RankSession):
 
     def sum_over_all(self, values: Sequence[float]) -> Summing:
         """Start to sum numbers over all members; computing goes on. Needs `sums`."""
-        payload = torch.tensor(values, dtype=torch.float64)
-        with told_in_one_line("summing over all workers"):
-            return Summing(self._groups.named("all sums").allreduce([payload]), payload)
+        assert self._sums is not None
+        return self._sums.begin(values)
 
     def clock_offset(self) -> float:
         """Seconds to add to this worker's perf_counter to read that of the first member. All must call it together.
 
-        It makes a group of its own, whose messages come between no others. The offset is the one seen in the quickest
-        of a few round trips, as in NTP; the first member answers the others one by one.
+        The first one has a group with each other, whose messages come between no others, and answers them one by one.
+        The offset is the one seen in the quickest of a few round trips, as in NTP.
         """
-        one = Wanted("all clocks", *self._everyone(), self._groups.links.host)
+        members, place = self._everyone()
+        wanted = [Wanted(f"clock of {members[other]}", (members[0], members[other]), min(place, 1),
+                         self._groups.links.host) for other in range(1, len(members)) if place in {0, other}]
         with told_in_one_line("comparing clocks"):
-            self._groups.add([one])
-            group = self._groups.named(one.name)
-            if one.place > 0:
-                return min(_ask_time(group) for _ in range(CLOCK_ROUNDS))[1]
-            for rank in range(1, len(one.members)):
+            self._groups.add(wanted)
+            for group in [self._groups.named(one.name) for one in wanted]:
+                if place > 0:
+                    return min(_ask_time(group) for _ in range(CLOCK_ROUNDS))[1]
                 for _ in range(CLOCK_ROUNDS):
-                    group.recv([torch.empty(1, dtype=torch.float64)], rank, 0).wait()
-                    group.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], rank, 0).wait()
-            return 0.0
+                    group.recv([torch.empty(1, dtype=torch.float64)], 1, 0).wait()
+                    group.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], 1, 0).wait()
+        return 0.0
 
     def wait_for_all(self) -> None:
         """Wait until all members get here, with all that their devices had to do."""

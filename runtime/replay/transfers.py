@@ -1,6 +1,7 @@
 """Tensors and sums on their way between workers, and the one line that says what of it has failed."""
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,21 +54,29 @@ class Arriving:
         return self.payload.to(self.device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Summing:
     """Numbers on their way to being summed over all workers."""
 
-    work: Work
-    payload: Tensor
+    def __init__(self, payload: Tensor) -> None:
+        self.payload = payload
+        self._over = threading.Event()
+        self._failed: str | None = None
+
+    def end(self, failed: str | None) -> None:
+        """They have been summed up, or that has failed for a reason."""
+        self._failed = failed
+        self._over.set()
 
     def arrived(self) -> bool:
         """Whether `take` returns at once."""
-        return bool(self.work.is_completed())
+        return self._over.is_set()
 
     def take(self) -> Sequence[float]:
         """Wait for the sums. Raises CommunicationError."""
         with told_in_one_line("summing over all workers"):
-            self.work.wait()
+            self._over.wait()
+            if self._failed is not None:
+                raise RuntimeError(self._failed)
         sums: list[float] = self.payload.tolist()
         return sums
 

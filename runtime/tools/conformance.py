@@ -184,6 +184,23 @@ def sums(team: Team) -> None:
     _expect([[one[0].item() for one in mine] for mine in tensors] == [[1, 1], [5, 5], [5, 5]], "sums are wrong")
 
 
+def sums_over_all(team: Team) -> None:
+    """All get the same, of one sum after the other; an abort releases who waits for one that takes no part."""
+    sessions = team.each(lambda one: one.connect(sums=True), list(map(team.session, team.members)))
+
+    def two_sums(one: Session, value: float) -> list[Sequence[float]]:
+        return [begun.take() for begun in [one.sum_over_all([value, 1.0]), one.sum_over_all([2 * value])]]
+
+    found = team.each(two_sums, sessions, [1.0, 2.0, 4.0])
+    _expect(found == [[[7, 3], [14]]] * len(WORKERS), "sums over all are wrong")
+    alone = sessions[1].sum_over_all([1.0])
+    begun = team.begin(team.members[1], alone.take)
+    time.sleep(HELD_UP_SECONDS)
+    _expect(not alone.arrived() and not begun.done(), "it did not wait for the others")
+    sessions[1].abort()
+    _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it")
+
+
 def meeting(team: Team) -> None:
     """All wait for the last."""
     sessions = team.connected()
@@ -272,6 +289,20 @@ def abort_of_a_meeting(team: Team) -> None:
         one.abort()
     _expect(all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun),
             "an abort did not end a meeting")
+
+
+def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
+    """One leaves while it waits for the other, which then finds where it was, and fails, or waits for good."""
+    for worker in WORKERS:
+        team.store.set(f"order1/kept {worker}:0", "{}")  # each has said that it has no group of an order before
+    made = {place: team.session(team.members[place]) for place in (first, second)}
+    pairs = {(WORKERS[0], WORKERS[2]), (WORKERS[2], WORKERS[0])}
+    for place, one in made.items():
+        begun = team.begin(team.members[place], partial(one.connect, pairs=pairs))
+        time.sleep(HELD_UP_SECONDS)
+        _expect(place == second or not begun.done(), "it did not wait for the other")
+        one.abort()
+        _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it")
 
 
 def abort_at_any_time(team: Team, size: int) -> None:
@@ -394,12 +425,14 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
 
 CHECKS: dict[str, Callable[[Team], None]] = {
     "tensors in order": in_order, "both ways at once": both_ways, "any tensor": any_tensor, "sums": sums,
-    "meeting": meeting, "commit point": commit_point,
+    "sums over all": sums_over_all, "meeting": meeting, "commit point": commit_point,
     **{f"abort of {blocked.__name__[1:]}": partial(abort_of_a_blocked, blocked=blocked)
        for blocked in (_receives, _sums, _meets)},
     **{f"abort of {blocked.__name__[1:]} after a death": partial(abort_after_a_death, blocked=blocked)
        for blocked in (_receives, _sums)},
     "abort of a meeting": abort_of_a_meeting,
+    **{f"abort of a group half made by {first}": partial(abort_of_a_half_made_group, first=first, second=2 - first)
+       for first in (0, 2)},
     **{f"abort at any time, {size} elements": partial(abort_at_any_time, size=size) for size in (1, LARGE)},
     "clean groups live on": clean_groups,
     **{f"parts of {total} elements, {str(dtype)[6:]}, {len(gone)} gone": partial(parts, total=total, dtype=dtype,

@@ -32,8 +32,6 @@ STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
 ABORT_SECONDS = 60.0
 """NCCL may take seconds to abort many communicators. Where it takes longer, the process is of no use any more."""
-MEETING_SECONDS = 0.1
-"""Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
 
 
 class StuckDeviceError(Exception):
@@ -55,7 +53,6 @@ class Generation:
             Membership(order.order, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
                        context.group, dict(order.stand_for)),
             links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
-        self._connected = False
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
                                   activity=self._activity,
@@ -139,11 +136,10 @@ class Generation:
             if time.monotonic() - self._ended_at > ABORT_SECONDS:
                 raise StuckDeviceError(f"the device has not ended what it does {ABORT_SECONDS:.0f} s after an abort")
             return
-        patience = STUCK_SECONDS if self._connected else MEETING_SECONDS
         thread = self._thread.ident or 0
         call = OPEN_CALLS.of(thread)
-        if call is not None and time.monotonic() - self._ended_at > patience \
-                and OPEN_CALLS.abandon([thread, *self._session.threads_beside()], patience):
+        if call is not None and time.monotonic() - self._ended_at > STUCK_SECONDS \
+                and OPEN_CALLS.abandon([thread, *self._session.threads_beside()], STUCK_SECONDS):
             self._thread = None
             GENERATORS.take_from(thread)
             if self._training is not None:
@@ -171,7 +167,6 @@ class Generation:
             self._session.require()
             self._activity.begins("meets the other workers")
             self._connect()
-            self._connected = True
             take_layers(self._part)
             self._activity.begins("prepares its program")
             self._training = Training(self._part, self._reports)

@@ -18,6 +18,9 @@ FORM = ((1,), torch.float64)
 class Sent:
     """What is kept of it is what is held."""
 
+    def __init__(self, target):
+        self.target = target
+
     def wait(self) -> None:
         """It has gone."""
 
@@ -44,7 +47,7 @@ class Alone:
         return len(self._sent)
 
     def send(self, payload, target, tag):
-        sent = Sent()
+        sent = Sent(target)
         self._sent.add(sent)
         return sent
 

@@ -193,14 +193,17 @@ class Wire:
 
     def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
         self._log.append((self.worker, "to", target, tag))
-        return Sent()
+        return Sent(target)
 
     def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
         self._log.append((self.worker, "from", source, tag))
-        return Sent()
+        return Sent(self.worker)
 
 
 class Sent:
+    def __init__(self, target: Worker) -> None:
+        self.target = target
+
     def wait(self) -> None: ...
 
     def take(self) -> torch.Tensor:

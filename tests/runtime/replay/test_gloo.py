@@ -4,17 +4,17 @@ import gc
 import threading
 import time
 import weakref
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from slipstream.runtime.replay.backend import Meeting
 from slipstream.runtime.replay.gloo import GlooGroup, Waits
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.tools.conformance import GLOO, LAYERS, Team
-from slipstream.runtime.torch_private import gloo_devices, gloo_group
+from slipstream.runtime.torch_private import gloo_devices
 
 
 class Circle:
@@ -28,7 +28,8 @@ def test_the_collector_does_not_wait_for_a_sum_in_which_another_member_takes_no_
     store, found = HashStore(), {}
 
     def meet(rank):
-        found[rank] = GlooGroup(gloo_group(store, rank, 2, timedelta(minutes=1), gloo_devices()), Waits())
+        found[rank] = GlooGroup(Waits())
+        found[rank].meet(Meeting(store, store, "", rank, 2), gloo_devices())
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for one in threads:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.runtime.replay import rank_session
+from slipstream.runtime.replay import rank_session, sum_tree
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.tools import conformance
 from slipstream.runtime.tools.conformance import CHECKS, GLOO, LAYERS, WORKERS, NotConformingError, Team
+from slipstream.schedules.schedule import Worker
 from tests.runtime.replay.transports import TRANSPORTS, require, use
 
 
@@ -63,6 +64,18 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(team, monkeypa
     for one in mine[1:]:
         expected = gradients(3.0, "cpu")
         assert all(torch.equal(found.cpu(), there) for found, there in zip(one, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, monkeypatch):
+    monkeypatch.setattr(sum_tree, "CHILDREN", 2)
+    team = Team(GLOO, [Worker(pipeline, 0) for pipeline in range(size)])
+    sessions = team.each(lambda one: one.connect(pairs=(), sums=True), list(map(team.session, team.members)))
+    assert [len(one.groups()) for one in sessions] == {1: [0], 2: [1, 1], 7: [2, 3, 3, 1, 1, 1, 1]}[size]
+    values = [0.1 * number for number in range(size)]
+    found = team.each(lambda one, value: one.sum_over_all([value, 0.1]).take(), sessions, values)
+    assert found == [found[0]] * size and found[0] == pytest.approx([0.05 * size * (size - 1), 0.1 * size])
+    team.close()
 
 
 def test_clocks_of_one_machine_agree(team):

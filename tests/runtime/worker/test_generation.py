@@ -18,7 +18,7 @@ def stuck(monkeypatch):
     """A generation whose thread has been in a call for ten seconds, and whose order ended five seconds ago."""
     monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
     made, told = Generation.__new__(Generation), []
-    made._ended_at, made._connected, made._thread = time.monotonic() - 5, True, SimpleNamespace(ident=THREAD)
+    made._ended_at, made._thread = time.monotonic() - 5, SimpleNamespace(ident=THREAD)
     made._session = SimpleNamespace(over=lambda: made.over, release=lambda: told.append("released"),
                                     threads_beside=list)
     made._training = SimpleNamespace(let_go=lambda: told.append("freed"))
