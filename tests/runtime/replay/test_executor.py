@@ -81,7 +81,7 @@ def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
     lone = Lone(schedule_for(grid(1, 1, 3)), 2)
     lone.run(1)
     assert lone.holding.optimizer.whole_after == 0
-    monkeypatch.setattr(lone.slices, "arrived", lone.session.abort)
+    monkeypatch.setattr(lone.holding, "arrived", lone.session.abort)
     with pytest.raises(OrderEndedError):
         lone.executor.run(1)
     assert lone.holding.optimizer.whole_after is None
@@ -168,7 +168,7 @@ def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
     one = SimpleNamespace(worker=Worker(0, 0), by_rank=(), one_process=True)
-    slices = SimpleNamespace(runners={0: None})
+    slices = SimpleNamespace(runners={0: None}, holding=None)
     executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
     gc.disable()
