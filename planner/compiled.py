@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from slipstream.planner.budget import ProgressCallback, quiet
-from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_machine_code
+from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_machine_code, note_compiled
 
 BESIDE = "the planner's inner loops are being compiled, once per installation, about 20 s: until then plans are list " \
     "schedules only"
@@ -48,6 +48,7 @@ def ready(progress: ProgressCallback = quiet) -> None:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
         load()
+        note_compiled()
 
 
 def begin(progress: ProgressCallback = quiet) -> None:

@@ -1,7 +1,10 @@
 """The inner loops (`planner.kernel`): machine code, or plain Python while another process compiles that."""
 
+import contextlib
 import importlib.util
+import os
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +38,25 @@ def is_compiled() -> bool:
     if kernel.anneal.signatures or not keeps_machine_code():
         return bool(kernel.anneal.signatures)
     changed = Path(kernel.__file__).stat().st_mtime
-    return any(path.stat().st_mtime >= changed for path in Path(kernel.anneal.stats.cache_path).glob(MADE_LAST))
+    return any(path.stat().st_mtime >= changed for path in _made_last())
+
+
+def note_compiled() -> None:
+    """What was just loaded or compiled is of the source as it is.
+
+    numba knows its machine code by what the source says. So it writes none anew where a checkout has written the same
+    source again, and the machine code would seem to be older.
+    """
+    changed = Path(_machine_code().__file__).stat().st_mtime
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        for path in _made_last():
+            if path.stat().st_mtime < changed:
+                os.utime(path, (changed, changed))
+
+
+def _made_last() -> Iterator[Path]:
+    kernel = _machine_code()
+    return Path(kernel.anneal.stats.cache_path).glob(MADE_LAST) if keeps_machine_code() else iter(())
 
 
 def keeps_machine_code() -> bool:

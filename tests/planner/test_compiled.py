@@ -65,6 +65,13 @@ def test_compiled_before_it_is_used_and_again_when_its_source_differs(tmp_path):
     assert run(tmp_path) == (True, "999 True")
 
 
+def test_a_source_that_was_written_again_as_it_was_is_not_taken_for_another_one_for_ever(tmp_path):
+    source = small_installation(tmp_path)
+    _, answer = run(tmp_path)
+    source.touch()
+    assert [run(tmp_path), run(tmp_path)] == [(True, answer), (False, answer)]
+
+
 def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path):
     source = small_installation(tmp_path / "installation")
     nowhere = tmp_path / "nowhere"
