@@ -1,5 +1,6 @@
 """Throughputs of schedules: the same as the planner's own, and as worked out by hand."""
 
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -16,6 +17,7 @@ from slipstream.cli.fleet.settled import NONE_SLOW, Settled, SettledPlans, Slow
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import BlockParams, SearchParams
 from slipstream.planner.plan import plan_job
 from slipstream.planner.tables.build import build_table
 from slipstream.schedules.schedule import Worker
@@ -23,6 +25,7 @@ from slipstream.schedules.tables.table import Table
 from tests.cli.fleet.small import job
 
 OPTIONS = PlanOptions(method="greedy", steps=200_000)
+PIECEWISE = SearchParams(blocks=BlockParams(piecewise=10))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
@@ -73,7 +76,7 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
 def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
     whole = Throughputs(job(pipelines=12, stages=3)).planned(down)
-    monkeypatch.setattr("slipstream.planner.periods.LARGE", 10)
+    monkeypatch.setattr("slipstream.cli.fleet.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
     assert Throughputs(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
 
 
@@ -85,8 +88,8 @@ def round_robin(throughputs, down):
 @pytest.mark.parametrize("down", [(1, 0, 1), (0, 3, 0), (2, 1, 1)])
 def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypatch):
     one = job(pipelines=40, stages=3)
+    monkeypatch.setattr("slipstream.cli.fleet.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
     whole, apart = Throughputs(one), Throughputs(one)
-    monkeypatch.setattr("slipstream.planner.periods.LARGE", 10)
     assert apart.planned(down) == pytest.approx(whole.planned(down))
     assert not round_robin(apart, down)  # the plan is proven to be best: nothing else is tried
     assert apart.recycle(down) <= apart.planned(down)
