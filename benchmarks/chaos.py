@@ -55,12 +55,17 @@ from slipstream.runtime.tools.reference import ReferenceResult, reference_run
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0
+CALM = 8
 SURVIVED = ("has no live worker left", "no worker is left", "leave no live worker")
 """What a run says that ends because too many have died at once."""
 
 
 class Storm(threading.Thread):
-    """Kills or stops workers by the clock; ends this process when nothing is committed any more."""
+    """Kills or stops workers by the clock; ends this process when nothing is committed any more.
+
+    Each victim since the last committed iteration doubles the pause before the next one, up to `CALM` times: on a slow
+    machine nothing would ever be committed between two of them.
+    """
 
     def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float) -> None:
         super().__init__(daemon=True)
@@ -69,16 +74,18 @@ class Storm(threading.Thread):
         self._seconds = seconds
         self._over = threading.Event()
         self._progressed = time.monotonic()
+        self._pause = seconds
         self.stalled = False
         """Whether it has ended this process."""
 
     def progress(self) -> None:
         """An iteration was committed."""
         self._progressed = time.monotonic()
+        self._pause = self._seconds
 
     def run(self) -> None:
         """Until `stop`."""
-        while not self._over.wait(self._rng.uniform(0.2, 1.8) * self._seconds):
+        while not self._over.wait(self._rng.uniform(0.2, 1.8) * self._pause):
             if time.monotonic() - self._progressed > STALL_SECONDS:
                 self.stalled = True
                 os.kill(os.getpid(), signal.SIGINT)
@@ -90,6 +97,7 @@ class Storm(threading.Thread):
                     os.kill(self._rng.choice(pids)[1], what)
                 except ProcessLookupError:  # it has just died by itself
                     continue
+                self._pause = min(2 * self._pause, CALM * self._seconds)
 
     def stop(self) -> None:
         """Kill no more."""

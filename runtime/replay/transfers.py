@@ -74,7 +74,8 @@ class Summing:
     def take(self) -> Sequence[float]:
         """Wait for the sums. Raises CommunicationError."""
         with told_in_one_line("summing over all workers"):
-            self._over.wait()
+            if not self._over.wait(TIMEOUT.total_seconds()):
+                raise RuntimeError(f"no answer within {TIMEOUT.total_seconds():.0f} s")
             if self._failed is not None:
                 raise RuntimeError(self._failed)
         sums: list[float] = self.payload.tolist()
