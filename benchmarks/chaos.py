@@ -64,7 +64,8 @@ class Storm(threading.Thread):
     """Kills or stops workers by the clock; ends this process when nothing is committed any more.
 
     Each victim since the last committed iteration doubles the pause before the next one, up to `CALM` times: on a slow
-    machine nothing would ever be committed between two of them.
+    machine nothing would ever be committed between two of them. None is stopped before the first one is committed: a
+    start waits for workers that have not connected.
     """
 
     def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float) -> None:
@@ -75,6 +76,7 @@ class Storm(threading.Thread):
         self._over = threading.Event()
         self._progressed = time.monotonic()
         self._pause = seconds
+        self._committed = False
         self.stalled = False
         """Whether it has ended this process."""
 
@@ -82,6 +84,7 @@ class Storm(threading.Thread):
         """An iteration was committed."""
         self._progressed = time.monotonic()
         self._pause = self._seconds
+        self._committed = True
 
     def run(self) -> None:
         """Until `stop`."""
@@ -92,7 +95,7 @@ class Storm(threading.Thread):
                 return
             pids = sorted(self._fork_server.pids.items())
             if pids:
-                what = signal.SIGSTOP if self._rng.random() < 0.2 else signal.SIGKILL
+                what = signal.SIGSTOP if self._rng.random() < 0.2 and self._committed else signal.SIGKILL
                 try:
                     os.kill(self._rng.choice(pids)[1], what)
                 except ProcessLookupError:  # it has just died by itself

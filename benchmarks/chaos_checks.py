@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
-from slipstream.runtime.events import Event, Failed, Noted
+from slipstream.runtime.events import Event, Failed, Joined, Noted
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
@@ -162,15 +162,17 @@ class Survivors:
 
     def observe(self, event: Event) -> None:
         """Of the run."""
-        worker = str(event.worker) if isinstance(event, Failed) else None
+        # One that joins takes the place of a process that node 0 had started, and that had not joined when node 0 died.
+        worker = str(event.worker) if isinstance(event, Failed | Joined) else None
         if isinstance(event, Noted) and (match := _BEFORE.match(event.text)):
             worker = match[1]
         if worker is not None:
             for pids in (self._found, self._ended):
                 for name in [name for name in pids if _worker_of(name) == worker]:
                     del pids[name]
-            self._lost |= {pid for pids in (self._pids, self._running()) for name, pid in pids.items()
-                           if _worker_of(name) == worker}
+            if not isinstance(event, Joined):
+                self._lost |= {pid for pids in (self._pids, self._running()) for name, pid in pids.items()
+                               if _worker_of(name) == worker}
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare with the processes that there are, by the names of the workers, at a commit."""

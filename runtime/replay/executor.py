@@ -289,5 +289,5 @@ def _note_whole(holding: Holding, steps: Steps, iteration: int) -> None:
 _HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {
     OpKind.F: Executor._forward, OpKind.B: Executor._backward, OpKind.I: Executor._backward,
     OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._optimize}
-"""Not bound to an executor, which would then hold itself, and with it tensors and connections of a generation that is
+"""Not bound to an executor, which would then hold itself, and with it tensors and connections of an order that is
 over, until Python looks for such circles."""

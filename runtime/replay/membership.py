@@ -10,8 +10,8 @@ from slipstream.schedules.schedule import Worker
 class Membership(NamedTuple):
     """This worker, among those that train together until one is lost or joins."""
 
-    generation: int
-    """A number that no other membership of the run has."""
+    order: int
+    """Its number."""
     ranks: Mapping[Worker, int]
     """Of every member, 0 upwards, the same at every member."""
     worker: Worker

@@ -22,7 +22,7 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
-    """That of one worker in one generation, as one of the ranks that this process stands for. All methods raise
+    """That of one worker in one order, as one of the ranks that this process stands for. All methods raise
     CommunicationError."""
 
     def __init__(self, session: RankSession) -> None:

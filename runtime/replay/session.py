@@ -57,7 +57,7 @@ class Session(RankSession):
     def __init__(self, membership: Membership, *, links: Links, device: torch.device, store: Store,
                  spared: Callable[[], Sockets] = frozenset) -> None:
         own, *others = membership.by_rank
-        groups = Groups(links, store, membership.generation,
+        groups = Groups(links, store, membership.order,
                         [one.process(membership.worker) for one in (own, *others)], spared)
         super().__init__(groups, own, device)
         self._other_ranks = [RankSession(groups, one, device) for one in others]

@@ -69,18 +69,18 @@ class Team:
         self._pool = ThreadPoolExecutor(2 * len(workers))
         self._sessions: list[Session] = []
 
-    def session(self, member: Member, generation: int = 1) -> Session:
+    def session(self, member: Member, order: int = 1) -> Session:
         """One that is not connected."""
-        made = Session(Membership(generation, self._ranks, member.worker), links=member.links, device=member.device,
+        made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
                        store=self.store)
         self._sessions.append(made)
         return made
 
-    def connected(self, generation: int = 1) -> list[Session]:
+    def connected(self, order: int = 1) -> list[Session]:
         """Those of all members; the last two hold layers together."""
         shared: Mapping[Shared, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
         sharers = [{LAYERS[0]: WORKERS[:1]}, shared, shared]
-        return self.each(Session.connect, [self.session(member, generation) for member in self.members], sharers)
+        return self.each(Session.connect, [self.session(member, order) for member in self.members], sharers)
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Call in a thread that computes on the device of a worker."""

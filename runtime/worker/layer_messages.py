@@ -54,8 +54,8 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
     """The first message of a connection, and the only one of a receiver."""
 
     parts: Annotated[tuple[PartName, ...], Meta(max_length=2**16)]
-    generation: _Number | None = None
-    """The state as this generation begins, where all wait for it; None: from the next step on, and all steps after."""
+    order: _Number | None = None
+    """The state as this order begins, where all wait for it; None: from the next step on, and all steps after."""
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
@@ -72,10 +72,10 @@ class PartStepped(msgspec.Struct, frozen=True, tag=True):
     iteration: _Number
 
 
-class GenerationBegins(msgspec.Struct, frozen=True, tag=True):
-    """A generation begins, and the sender is at the last committed iteration, to which it may have gone back."""
+class OrderBegins(msgspec.Struct, frozen=True, tag=True):
+    """An order begins, and the sender is at the last committed iteration, to which it may have gone back."""
 
-    generation: _Number
+    order: _Number
     iteration: _Number
 
 
@@ -83,7 +83,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag=True):
     """All that was to be sent until now has been sent."""
 
 
-Message = LayerRequest | LayerPart | PartStepped | GenerationBegins | UpToDate
+Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +98,7 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
 # msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
 for _message in (LayerRequest((PartName(0, 0, 0, True),)), LayerPart(PartName(0, 0, 0, True), 0),
-                 PartStepped(PartName(0, 0, 0, True), 0), GenerationBegins(0, 0), UpToDate()):
+                 PartStepped(PartName(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 

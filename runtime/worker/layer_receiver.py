@@ -4,7 +4,7 @@ They come from several live workers side by side, as parts, each with its optimi
 that is the state before some step; then come the gradients of that step and of each one after it, and the receiver
 makes the same steps (`runtime.model.state.followed_part`). Optimizers are elementwise, so that they end in the same
 bits.
-When the generation begins that the layers are for, every sender sends the iteration that is committed, and a receiver
+When the order begins that the layers are for, every sender sends the iteration that is committed, and a receiver
 that was one step further goes back. Where all wait, the senders send it right after the state.
 """
 
@@ -27,11 +27,11 @@ from slipstream.runtime.protocol.to_worker import ALL, Move
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
-    GenerationBegins,
     LayerPart,
     LayerRequest,
     Message,
     MessageError,
+    OrderBegins,
     PartName,
     PartStepped,
     UpToDate,
@@ -68,7 +68,7 @@ class LayerFetch(NamedTuple):
 
     number: int
     """The coordinator's number of a fetch while training goes on; 0 where all wait."""
-    generation: int
+    order: int
     """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
     senders: Mapping[Source, Sender]
     follow: bool
@@ -106,7 +106,7 @@ class ReceiverEvents:
 
 
 class LayerReceiver:
-    """Gets the layers that one worker needs: those of the last `LayerFetch` of a generation.
+    """Gets the layers that one worker needs: those of the last `LayerFetch` of an order.
 
     Parameters
     ----------
@@ -127,38 +127,38 @@ class LayerReceiver:
                               events=events or ReceiverEvents())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """By generation, and whether it follows: a fetch may come before the worker is in that generation."""
+        """By order, and whether it follows: a fetch may come before the worker is in that order."""
 
     def begin(self, fetch: LayerFetch) -> None:
-        """Drop what is being fetched in the same generation, and fetch this, if it names any sender."""
-        key = fetch.generation, fetch.follow
+        """Drop what is being fetched in the same order, and fetch this, if it names any sender."""
+        key = fetch.order, fetch.follow
         with self._lock:
             if key in self._transfers:
                 self._transfers.pop(key).close()
             if fetch.senders:
                 self._transfers[key] = self._begin(fetch)
 
-    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> list[list[PartState]]:
-        """What was fetched for a generation by each rank, as it is when that begins: under this number, and where all
+    def take(self, order: int, fetch: int, require: Callable[[], None]) -> list[list[PartState]]:
+        """What was fetched for an order by each rank, as it is when that begins: under this number, and where all
         wait.
 
-        Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
+        Waits until all senders are in the order, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any other number is dropped.
         """
         found: list[list[PartState]] = [[] for _ in self._ranks]
-        for transfer in self._until(generation):
+        for transfer in self._until(order):
             try:
                 if transfer.fetch.number in (0, fetch):
-                    transfer.take(generation, require)
+                    transfer.take(order, require)
                     for name, part in transfer.parts.items():
                         found[name.rank - self._ranks.start].append(part.state())
             finally:
                 transfer.close()
         return found
 
-    def drop(self, generation: int) -> None:
-        """A generation begins without this worker: what was fetched for it is of no use."""
-        for transfer in self._until(generation):
+    def drop(self, order: int) -> None:
+        """An order begins without this worker: what was fetched for it is of no use."""
+        for transfer in self._until(order):
             transfer.close()
 
     def sockets(self) -> Sockets:
@@ -167,10 +167,10 @@ class LayerReceiver:
             transfers = list(self._transfers.values())
         return frozenset().union(*(transfer.sockets() for transfer in transfers))
 
-    def _until(self, generation: int) -> list["_Transfer"]:
-        """Those that the beginning of a generation ends."""
+    def _until(self, order: int) -> list["_Transfer"]:
+        """Those that the beginning of an order ends."""
         with self._lock:
-            return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (generation, True)]
+            return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
 
 
 class _Transfer:
@@ -190,16 +190,16 @@ class _Transfer:
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Source] = set()
-        self._generations: dict[Source, int] = {}
+        self._orders: dict[Source, int] = {}
         """That of each sender."""
         self._broken: str | None = None
         self._over = False
         threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
 
-    def take(self, generation: int, require: Callable[[], None]) -> None:
+    def take(self, order: int, require: Callable[[], None]) -> None:
         """Wait until all is here. See `LayerReceiver.take`."""
         with self._changed:
-            while any(self._generations.get(sender) != generation for sender in self.fetch.senders):
+            while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
                     raise CommunicationError(self._broken)
                 require()
@@ -247,7 +247,7 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
-                    request = LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.generation)
+                    request = LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.order)
                     keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
@@ -271,7 +271,7 @@ class _Transfer:
                 self._load(sender, message, tensors)
             case PartStepped():
                 self._part(sender, message.part).follow(message.iteration, tensors)
-            case GenerationBegins():
+            case OrderBegins():
                 self._go_back(sender, message)
             case UpToDate():
                 self._note_up_to_date(sender)
@@ -294,11 +294,11 @@ class _Transfer:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
-    def _go_back(self, sender: Source, begins: GenerationBegins) -> None:
+    def _go_back(self, sender: Source, begins: OrderBegins) -> None:
         for part in self._asked[sender]:
             self._part(sender, part).go_back(begins.iteration)
         with self._changed:
-            self._generations[sender] = begins.generation
+            self._orders[sender] = begins.order
             self._changed.notify_all()
 
     def _note_up_to_date(self, sender: Source) -> None:
@@ -315,5 +315,5 @@ class _Transfer:
             self._broken = self._broken or reason
             self._changed.notify_all()
         if first and self.fetch.follow:
-            print(f"generation {self.fetch.generation}: {reason}", file=sys.stderr, flush=True)
+            print(f"order {self.fetch.order}: {reason}", file=sys.stderr, flush=True)
             self._events.failed(self.fetch)

@@ -18,9 +18,9 @@ from torch import Tensor
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.worker.layer_messages import (
-    GenerationBegins,
     LayerPart,
     LayerRequest,
+    OrderBegins,
     PartName,
     PartStepped,
 )
@@ -66,13 +66,13 @@ class LayerSender:
     @property
     def asked(self) -> bool:
         """Whether a receiver waits for `before_step`."""
-        return any(one.request.generation is None for one in self._server.asking())
+        return any(one.request.order is None for one in self._server.asking())
 
     def before_step(self, iteration: int, layers: Layers) -> None:
         """Send the state before an iteration's step to receivers that wait; all iterations before it are committed."""
         copied = _Copies()
         for one in self._server.asking():
-            if one.request.generation is None and self._holds_all(one, layers):
+            if one.request.order is None and self._holds_all(one, layers):
                 self._server.answer(one, _states(one.request, iteration, layers, copied))
 
     def stepped(self, iteration: int, layers: Layers) -> None:
@@ -84,12 +84,12 @@ class LayerSender:
                     self._server.put(one, PartStepped(part, iteration), copied(
                         layers.part_gradients if part.state else layers.part_state, part))
 
-    def generation_begins(self, generation: int, committed: int) -> None:
-        """Queue for all receivers that follow: a generation begins, and this worker is at a committed iteration."""
+    def order_begins(self, order: int, committed: int) -> None:
+        """Queue for all receivers that follow: an order begins, and this worker is at a committed iteration."""
         for one in self._server.following():
-            self._server.put(one, GenerationBegins(generation, committed))
+            self._server.put(one, OrderBegins(order, committed))
 
-    def give(self, generation: int, committed: int, receivers: int, layers: Layers,
+    def give(self, order: int, committed: int, receivers: int, layers: Layers,
              require: Callable[[], None]) -> None:
         """While all wait: send layers as they are to so many receivers, and return when they have been sent.
 
@@ -98,9 +98,9 @@ class LayerSender:
         answered: list[Receiver] = []
         while len(answered) < receivers or any(one.pending for one in answered):
             for one in self._server.asking():
-                if one.request.generation == generation and self._holds_all(one, layers):
+                if one.request.order == order and self._holds_all(one, layers):
                     self._server.answer(one, _states(one.request, committed + 1, layers, lambda read, name: read(name)))
-                    self._server.put(one, GenerationBegins(generation, committed))
+                    self._server.put(one, OrderBegins(order, committed))
                     answered.append(one)
             require()
             time.sleep(POLL_SECONDS)

@@ -116,7 +116,7 @@ class LayerServer:
         if not self._receivers:
             return []
         with self._lock:
-            return [one for one in self._receivers if one.answered and one.request.generation is None
+            return [one for one in self._receivers if one.answered and one.request.order is None
                     and not one.closed]
 
     def connections(self) -> list[socket.socket]:
@@ -270,7 +270,7 @@ class LayerServer:
         receiver.piece = receiver.piece[sent:]
         now = receiver.progress = time.monotonic()
         if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerPart) \
-                and receiver.request.generation is None:
+                and receiver.request.order is None:
             receiver.not_before = now + sent * self._seconds_per_byte
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))

@@ -164,7 +164,7 @@ def leave(context: WorkerContext, previous: Generation | None, order: Order) -> 
         previous.leave(order)
         if not previous.fits(order):
             context.layer_store.clear()
-        context.layer_sender.generation_begins(order.order, order.first_iteration - 1)
+        context.layer_sender.order_begins(order.order, order.first_iteration - 1)
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:

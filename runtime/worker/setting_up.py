@@ -143,7 +143,7 @@ class _FetchReports(ReceiverEvents):
         self._injector.at(iteration, "loaded")
 
     def up_to_date(self, fetch: LayerFetch) -> None:
-        self._injector.at(fetch.generation, "followed")
+        self._injector.at(fetch.order, "followed")
         self._channel.send(FetchUpToDate(self._worker, fetch.number))
 
     def failed(self, fetch: LayerFetch) -> None:

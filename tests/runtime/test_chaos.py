@@ -14,7 +14,7 @@ from benchmarks import chaos_checks
 from benchmarks.chaos import TOLERANCE, switching, train_through
 from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
 from benchmarks.chaos_scenario import settings
-from slipstream.runtime.events import Failed, Noted
+from slipstream.runtime.events import Failed, Joined, Noted
 from slipstream.runtime.processes.children import Children
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult
@@ -115,6 +115,17 @@ def test_a_worker_of_another_node_0_that_ends_without_a_word_is_told(monkeypatch
         lives.kill()
     with pytest.raises(ChaosError, match=r"^the process of worker 0\.1 has ended, and nobody has said so$"):
         survivors.require()
+
+
+def test_a_worker_that_had_not_joined_when_another_node_0_died_may_end_and_be_replaced(monkeypatch):
+    monkeypatch.setattr(chaos_checks, "NOTICED_SECONDS", -1.0)
+    with subprocess.Popen(["true"]) as gone:
+        survivors = Survivors({"1.1": gone.pid, "1.1/1": gone.pid})
+        gone.wait()
+        survivors.look({})
+        survivors.observe(Joined(worker=Worker(1, 1)))
+        survivors.look({})
+    survivors.require()
 
 
 def test_what_is_left_after_a_run_is_told(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """The ranks of a worker that is a group of processes, with `[training] tensor_parallel`: one process group for layers.
 
 Layers keep this one group for as long as their process lives (a DeviceMesh of torch's can be made of it), whereas what
-carries tensors is made anew for each generation (`runtime.replay.links`), and put in here with `connect`. While
+carries tensors is made anew for each order (`runtime.replay.links`), and put in here with `connect`. While
 nothing is, this rank stands for all: collectives give the shapes of the real ones, as if each rank had what this one
 has. So the forms of what passes between layers are found without any process, and an op is measured by itself.
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What carries the tensors of a generation."""
+    """What carries the tensors of an order."""
 
     backend: Backend
     guard: Callable[[str], AbstractContextManager[None]]

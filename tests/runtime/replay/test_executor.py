@@ -165,7 +165,7 @@ class TestReductionsBesideCompute:
 
 
 def test_an_executor_is_gone_with_its_last_reference():
-    """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
+    """It has what belongs to an order: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
     one = SimpleNamespace(worker=Worker(0, 0), by_rank=(), one_process=True)
     slices = SimpleNamespace(runners={0: None}, holding=None)

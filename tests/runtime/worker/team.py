@@ -1,4 +1,4 @@
-"""Two members of a generation, with their layer senders, and a worker that gets layers from both."""
+"""Two members of an order, with their layer senders, and a worker that gets layers from both."""
 
 import queue
 import threading
@@ -67,11 +67,11 @@ class Member:
         self.optimizer.step(iteration)
         self.sender.stepped(iteration, self.store)
 
-    def go_back(self, committed: int, generation: int) -> None:
+    def go_back(self, committed: int, order: int) -> None:
         if self.optimizer.open_iteration is not None and self.optimizer.open_iteration > committed:
             self.optimizer.undo()
         self.optimizer.commit()
-        self.sender.generation_begins(generation, committed)
+        self.sender.order_begins(order, committed)
 
 
 class Team:
@@ -82,14 +82,14 @@ class Team:
         self.told: queue.Queue[str] = queue.Queue()
         self.receiver = receiver(training, self.told)
 
-    def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
+    def fetch(self, number: int = 1, order: int = 1, right: tuple[str, int] | None = None, *,
               follow: bool = True) -> None:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
         addresses = (LEFT, (left,)), (RIGHT, (right,))
         moves = (Move(TARGET, LEFT, 0), Move(TARGET, RIGHT, 1), Move(TARGET, LEFT, 2),
                  Move(LEFT, RIGHT, 1))
-        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))
+        self.receiver.begin(LayerFetch(number, order, senders_for(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:
         waiter = threading.Event()
@@ -103,17 +103,17 @@ class Team:
         for member in self.members.values():
             member.run(iteration, take)
 
-    def go_back(self, committed: int, generation: int) -> None:
+    def go_back(self, committed: int, order: int) -> None:
         for member in self.members.values():
-            member.go_back(committed, generation)
+            member.go_back(committed, order)
 
-    def give(self, generation: int, committed: int) -> None:
+    def give(self, order: int, committed: int) -> None:
         """All wait, and give what is asked for."""
         for member in self.members.values():
-            member.sender.give(generation, committed, 1, member.store, lambda: None)
+            member.sender.give(order, committed, 1, member.store, lambda: None)
 
-    def take(self, generation: int, fetch: int = 1):
-        (found,) = self.receiver.take(generation, fetch, lambda: None)
+    def take(self, order: int, fetch: int = 1):
+        (found,) = self.receiver.take(order, fetch, lambda: None)
         return found
 
 

@@ -27,7 +27,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     with ask(member.sender.address, SOON) as stale, \
             ask(member.sender.address, SOON) as asking:
         stale.send(LayerRequest((whole(0),), 1))
-        assert not returned.wait(0.05), "what was asked for an earlier generation does not count"
+        assert not returned.wait(0.05), "what was asked for an earlier order does not count"
         asking.send(LayerRequest((whole(0),), 2))
         assert asking.receive()[0] == LayerPart(whole(0), 1)
         thread.join(SOON)

@@ -22,13 +22,13 @@ def while_all_wait(team: Team, committed: int) -> None:
     """An iteration is undone; then nobody steps until the layers have moved."""
     for iteration in range(6):
         team.run(iteration)
-    team.go_back(committed, generation=3)
+    team.go_back(committed, order=3)
     team.fetch(0, 3, follow=False)
     team.give(3, committed)
 
 
 def while_all_train(team: Team, committed: int) -> None:
-    """A generation ends in the middle, and an iteration runs again; the last generation may come one step too late."""
+    """An order ends in the middle, and an iteration runs again; the last order may come one step too late."""
     for iteration in range(2):
         team.run(iteration)
     team.fetch(0, 1)
@@ -36,11 +36,11 @@ def while_all_train(team: Team, committed: int) -> None:
     team.members[LEFT].run(2)
     team.members[RIGHT].run(2)
     team.run(3)
-    team.go_back(2, generation=2)
+    team.go_back(2, order=2)
     for iteration in (3, 4, 5):
         team.run(iteration, take=1)
     assert team.told.get(timeout=SOON) == "up to date 0"
-    team.go_back(committed, generation=3)
+    team.go_back(committed, order=3)
 
 
 @pytest.mark.parametrize("team", CONFIGS.values(), ids=CONFIGS, indirect=True)
@@ -74,14 +74,14 @@ def compare(one: LayerStore, other: LayerStore) -> None:
             assert torch.equal(tensor, theirs[name]), name
 
 
-def test_what_is_fetched_for_one_generation_is_not_taken_in_another(team):
+def test_what_is_fetched_for_one_order_is_not_taken_in_another(team):
     team.fetch()
     team.until_asked()
     team.run(0)
     assert team.told.get(timeout=SOON) == "up to date 1"
-    assert team.take(1, fetch=0) == []  # the generation during which it is fetched
-    team.fetch(number=2, generation=2)  # heard before generation 2 begins
-    team.go_back(0, generation=2)
+    assert team.take(1, fetch=0) == []  # the order during which it is fetched
+    team.fetch(number=2, order=2)  # heard before order 2 begins
+    team.go_back(0, order=2)
     assert {part.layer for part in team.take(2, fetch=1)} == {0, 1, 2}
     assert team.take(3, fetch=0) == []
 

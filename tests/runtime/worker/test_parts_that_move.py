@@ -49,9 +49,9 @@ class Keeper:
         self.optimizer.step(iteration, factor)
         self.sender.stepped(iteration, self.store)
 
-    def go_back(self, committed: int, generation: int) -> None:
+    def go_back(self, committed: int, order: int) -> None:
         self.optimizer.go_back(committed)
-        self.sender.generation_begins(generation, committed)
+        self.sender.order_begins(order, committed)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     until_asked(keeper.sender)
     for iteration, factor in ((1, 1.0), (2, 0.3), (3, 1.0)):
         keeper.run(iteration, factor)
-    keeper.go_back(2, generation=1)
+    keeper.go_back(2, order=1)
     keeper.run(3, 0.7, take=1)
     keeper.run(4)
     assert told.get(timeout=SOON) == "up to date 1"
-    keeper.go_back(committed, generation=2)
+    keeper.go_back(committed, order=2)
     (parts,) = getting.take(2, 1, lambda: None)
     found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
