@@ -82,7 +82,7 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "sharded-clipped"), (3, "settling"),
-                                            (4, "sharded-settling-clipped"), (5, "ranks")])
+                                            (4, "sharded-settling-clipped"), (5, "ranks-clipped")])
 def test_chaos(seed, name, workers_of_double, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", 24)[name], gap=(3, 8), away=(1, 4))
     train_through(setting, random.Random(seed), workers_of_double, tmp_path, tally, storm_seconds=2.0)

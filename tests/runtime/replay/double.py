@@ -237,10 +237,10 @@ class Double:
 
 
 def _operation(options: Any) -> Operation:
-    if options is not None and options.reduceOp == torch.distributed.ReduceOp.MAX:
-        return torch.maximum
-    assert options is None or options.reduceOp == torch.distributed.ReduceOp.SUM
-    return torch.add
+    kinds = torch.distributed.ReduceOp
+    kind = kinds.SUM if options is None else options.reduceOp
+    return next(operation for known, operation in (
+        (kinds.SUM, torch.add), (kinds.MAX, torch.maximum), (kinds.MIN, torch.minimum)) if kind == known)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
