@@ -142,9 +142,12 @@ def validate(schedule: Schedule) -> None:
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
     require_few_ops(schedule)
+    slices, pipelines = len(schedule.layers_by_slice), schedule.grid.pipelines
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
-            _validate_op(f"programs[{index}][{position}]", op, schedule)
+            wrong = _wrong_with(op, slices, pipelines)
+            if wrong is not None:
+                raise ValueError(f"programs[{index}][{position}]{wrong}")
 
 
 def require_few_ops(schedule: Schedule) -> None:
@@ -255,18 +258,20 @@ def _per(schedule: Schedule) -> str:
     return "slice, stages first" if schedule.slices else "stage"
 
 
-def _validate_op(name: str, op: ProgramOp, schedule: Schedule) -> None:
+def _wrong_with(op: ProgramOp, slices: int, pipelines: int) -> str | None:
+    """What is wrong with an op, as it follows its name; there are so many that no name is made of one that is right."""
     if (op.slice is None) != (op.kind is OpKind.O):
-        raise ValueError(f"{name}: {op.kind} {'needs a' if op.slice is None else 'takes no'} slice")
-    if op.slice is not None:
-        _in_range(f"{name} slice", op.slice, 0, len(schedule.layers_by_slice) - 1)
-    of_microbatch = op.kind not in (OpKind.A, OpKind.O)
+        return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
+    if op.slice is not None and op.slice >= slices:
+        return f" slice is {op.slice}; expected 0 to {slices - 1}"
+    of_microbatch = op.kind is not OpKind.A and op.kind is not OpKind.O
     if (op.microbatch is not None) != of_microbatch:
-        raise ValueError(f"{name}: {op.kind} {'needs a' if of_microbatch else 'takes no'} micro-batch")
-    if op.pipeline is not None:
-        if not of_microbatch:
-            raise ValueError(f"{name}: {op.kind} takes no pipeline")
-        _in_range(f"{name} pipeline", op.pipeline, 0, schedule.grid.pipelines - 1)
+        return f": {op.kind} {'needs a' if of_microbatch else 'takes no'} micro-batch"
+    if op.pipeline is not None and not of_microbatch:
+        return f": {op.kind} takes no pipeline"
+    if op.pipeline is not None and op.pipeline >= pipelines:
+        return f" pipeline is {op.pipeline}; expected 0 to {pipelines - 1}"
+    return None
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
