@@ -4,11 +4,13 @@ A worker needs its own program, the tensors that it sends and receives, and with
 numbered here, among pipelines that share micro-batches: the same number at both ends. What is equal for several workers
 is one content, named by its digest: all workers of a column that are far from any failure have the same. Nobody follows
 planned times, so that these are left out, and who runs the same ops in the same order as before has the same content.
+Contents name pipelines by their places among those that share micro-batches, so that a schedule whose pipelines get
+other numbers has the contents that it had.
 """
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from slipstream.schedules.graph import as_early, groups, programs_of, topological_order, transfers
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.precedence import OpKey, Tensor, consumers
-from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Program, ProgramOp, Schedule, Seat, Worker, renamed
 
 Sums = tuple[tuple[LayerRange, tuple[Worker, ...]], ...]
 """The ranges of layers by which a worker reduces gradients, each with all workers that do."""
@@ -46,11 +48,11 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place in its source's program of the op that makes it, and in its target's of the one that takes it."""
     taken: int
 
-    def shifted(self, pipelines: int) -> "Crossing":
-        """The same so many pipelines further."""
+    def named(self, pipelines: Mapping[int, int] | Sequence[int]) -> "Crossing":
+        """The same with other numbers of pipelines."""
         (before, from_column), (after, to_column) = self.source, self.target
-        return Crossing(self.number, self.tensor, self.slice, self.pipeline + pipelines, self.microbatch,
-                        Worker(before + pipelines, from_column), Worker(after + pipelines, to_column), self.made,
+        return Crossing(self.number, self.tensor, self.slice, pipelines[self.pipeline], self.microbatch,
+                        Worker(pipelines[before], from_column), Worker(pipelines[after], to_column), self.made,
                         self.taken)
 
 
@@ -79,7 +81,7 @@ class Part(Schedule, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's program and its tensors: a content."""
+    """A worker's program and its tensors: a content. Its pipelines are places in `Share.pipelines`."""
 
     program: Program
     crossings: tuple[Crossing, ...]
@@ -91,8 +93,8 @@ class Share(NamedTuple):
 
     seat: Seat
     """With its program as number 0."""
-    pipelines: int
-    """How many pipelines further all is than its work says."""
+    pipelines: tuple[int, ...]
+    """Those that its work names."""
     frame: str
     """Digests of contents: of what all workers know, of its `Work`, of its sums."""
     work: str
@@ -113,8 +115,17 @@ class Parts(msgspec.Struct, frozen=True):
     """By digest."""
 
 
-def divide(schedule: Schedule, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
-    """A schedule's parts. `ties` are the workers that hold any layer of each group that shares parameters."""
+Alike = tuple[Parts, Mapping[int, int]]
+"""The parts of a schedule that is the same but for the numbers of its pipelines, and the numbers that these have here.
+Each worker plays its own role."""
+
+
+def divide(schedule: Schedule, alike: Alike | None = None, *, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
+    """A schedule's parts. `ties` are the workers that hold any layer of each group that shares parameters.
+
+    The works of `alike` are taken: they are nearly all of what is computed here. Only the order of tensors that are
+    made at one instant by plan may then be another one, which all can follow as well.
+    """
     contents: dict[str, bytes] = {}
 
     def keep(content: object) -> str:
@@ -126,17 +137,27 @@ def divide(schedule: Schedule, ties: Sequence[Sequence[Worker]] = ()) -> Parts:
     # Neither failures nor the plan's own figures are in it: it stays the same from one order to the next.
     frame = keep(msgspec.structs.replace(schedule, seats=(), programs=(), failed=(), period_ticks=0,
                                          lower_bound_ticks=0, status="feasible", method="", bound_scope=msgspec.UNSET))
-    works = dict(_works(schedule, keep))
+    if alike is None:
+        works = dict(_works(schedule, keep))
+    else:
+        parts, numbers = alike
+        works = {Worker(numbers[worker.pipeline], worker.column): (
+            tuple(numbers[one] for one in share.pipelines), share.work) for worker, share in parts.shares.items()}
+        contents |= {share.work: parts.contents[share.work] for share in parts.shares.values()}
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
+    ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
+    for number, workers in tied:
+        for worker in workers:
+            ties_of[worker] += (number,)
     sums_of_program = _sums(schedule)
     sums: dict[tuple[int, tuple[int, ...]], str] = {}
     shares = {}
     for seat in schedule.seats:
-        mine = tuple(number for number, workers in tied if seat.worker in workers)
+        mine = ties_of.get(seat.worker, ())
         if (seat.program, mine) not in sums:
             sums[seat.program, mine] = keep((sums_of_program[seat.program], [tied[number] for number in mine]))
         pipelines, work = works[seat.worker]
-        shares[seat.worker] = Share(msgspec.structs.replace(seat, program=0), pipelines, frame, work,
+        shares[seat.worker] = Share(Seat(seat.worker, seat.role, 0, seat.holds), pipelines, frame, work,
                                     sums[seat.program, mine])
     down = tuple(worker for worker in schedule.grid.workers() if worker not in shares)
     return Parts(down, shares, contents)
@@ -148,15 +169,14 @@ def part_from(failed: tuple[Worker, ...], share: Share, contents: Mapping[str, b
     work = _WORK.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
     fields = {name: getattr(head, name) for name in Schedule.__struct_fields__}
-    crossings = tuple(one.shifted(share.pipelines) for one in work.crossings) if share.pipelines else work.crossings
+    numbers = share.pipelines
     down = set(failed)
     reduced = tuple((layers, tuple(one for pipeline in range(head.grid.pipelines)
                                    if (one := Worker(pipeline, sharers)) not in down)
                      if isinstance(sharers, int) else sharers) for layers, sharers in sums)
-    return Part(**fields | {"failed": failed, "seats": (share.seat,), "programs": (work.program,)},
-                crossings=crossings, sums=reduced, ties=ties,
-                own_routes=tuple((pipeline + share.pipelines, number, slices)
-                                 for pipeline, number, slices in work.routes))
+    return Part(**fields | {"failed": failed, "seats": (share.seat,), "programs": (renamed(work.program, numbers),)},
+                crossings=tuple(one.named(numbers) for one in work.crossings), sums=reduced, ties=ties,
+                own_routes=tuple((numbers[pipeline], number, slices) for pipeline, number, slices in work.routes))
 
 
 def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
@@ -170,7 +190,22 @@ def crossings_of(schedule: Schedule, worker: Worker) -> Sequence[Crossing]:
 
 
 def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Worker, list[Crossing]]:
-    """What each worker whose role is in these pipelines sends and receives, by number.
+    """What each worker whose role is in these pipelines sends and receives, by number. These pipelines share no
+    micro-batch with the rest."""
+    found = _by_worker(_crossings(schedule, pipelines))
+    return {seat.worker: found[seat.worker] for seat in schedule.seats if seat.role.pipeline in pipelines}
+
+
+def _by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
+    found: dict[Worker, list[Crossing]] = defaultdict(list)
+    for one in crossings:
+        found[one.source].append(one)
+        found[one.target].append(one)
+    return found
+
+
+def _crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Crossing]:
+    """All tensors that workers whose roles are in these pipelines exchange, by number.
 
     These pipelines share no micro-batch with the rest, and the schedule passes its checks. So its times put ops in an
     order that all can follow; where ops that take no time leave that open, the graph does. In a pipeline by itself each
@@ -186,46 +221,41 @@ def crossings_by_worker(schedule: Schedule, pipelines: Sequence[int]) -> dict[Wo
     found = _numbered(schedule, places, sorted(places, key=places.__getitem__))
     if not _can_be_followed(found):
         found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
-    by_worker: dict[Worker, list[Crossing]] = {seat.worker: [] for seat in seats}
-    for one in found:
-        by_worker[one.source].append(one)
-        by_worker[one.target].append(one)
-    return by_worker
+    return found
 
 
-def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[int, str]]]:
-    """Of each worker, how far its work is shifted, and the work's digest."""
+def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
+    """Of each worker, the pipelines that its work names, and the work's digest."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
     whole = not schedule.slices and schedule.grid.chains == 1
-    known: dict[object, dict[int, str]] = {}
+    known: dict[object, list[str]] = {}
     for group in groups(schedule):
-        alone = group[0] if len(group) == 1 and all(seat.worker == seat.role for seat in seats[group[0]]) else None
-        alike = None if alone is None else tuple((seat.worker.column, seat.program) for seat in seats[alone])
-        if alone is not None and alike in known:
-            yield from ((seat.worker, (alone, known[alike][seat.worker.column])) for seat in seats[alone])
-            continue
-        mine, shift = crossings_by_worker(schedule, group), alone or 0
-        for seat in (one for pipeline in group for one in seats[pipeline]):
-            work = Work(tuple(_untimed(op) for op in schedule.programs[seat.program]),
-                        tuple(one.shifted(-shift) if shift else one for one in mine[seat.worker]),
-                        () if whole else tuple(_routes(schedule, seat, shift)))
-            digest = keep(work)
-            if alike is not None:
-                known.setdefault(alike, {})[seat.worker.column] = digest
-            yield seat.worker, (shift, digest)
+        mine = [seat for pipeline in group for seat in seats[pipeline]]
+        pipelines = tuple(sorted({*group, *(seat.worker.pipeline for seat in mine)}))
+        place = {pipeline: index for index, pipeline in enumerate(pipelines)}
+        alike = tuple((place[seat.worker.pipeline], seat.worker.column, place[seat.role.pipeline], seat.role.column,
+                       seat.program) for seat in mine)
+        if alike not in known:
+            crossings = _by_worker(one.named(place) for one in _crossings(schedule, group))
+            known[alike] = [keep(Work(
+                tuple(_untimed(op, place) for op in schedule.programs[seat.program]),
+                tuple(crossings[Worker(place[seat.worker.pipeline], seat.worker.column)]),
+                () if whole else tuple(_routes(schedule, seat, place)))) for seat in mine]
+        for seat, digest in zip(mine, known[alike], strict=True):
+            yield seat.worker, (pipelines, digest)
 
 
-def _untimed(op: ProgramOp) -> ProgramOp:
-    return ProgramOp(op.kind, op.slice, op.microbatch, 0, op.pipeline)
+def _untimed(op: ProgramOp, place: Mapping[int, int]) -> ProgramOp:
+    return ProgramOp(op.kind, op.slice, op.microbatch, 0, None if op.pipeline is None else place[op.pipeline])
 
 
-def _routes(schedule: Schedule, seat: Seat, shift: int) -> Iterator[Route]:
+def _routes(schedule: Schedule, seat: Seat, place: Mapping[int, int]) -> Iterator[Route]:
     own = seat.role.pipeline
     for pipeline, number in sorted({(own if op.pipeline is None else op.pipeline, op.microbatch)
                                     for op in schedule.programs[seat.program] if op.microbatch is not None}):
-        yield pipeline - shift, number, tuple(schedule.path(pipeline, number))
+        yield place[pipeline], number, tuple(schedule.path(pipeline, number))
 
 
 def _sums(schedule: Schedule) -> list[SumsByColumn]:
@@ -262,15 +292,19 @@ Places = Mapping[OpKey, _Made]
 
 def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
     found: dict[OpKey, _Made] = {}
+    ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
         own, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
                 pipeline = own if op.pipeline is None else op.pipeline
-                key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
-                path = schedule.path(pipeline, key[3])
-                way = path.index(key[1])
-                found[key] = _Made(op.start_ticks, way if op.kind is OpKind.F else 2 * len(path) - way, place, worker)
+                _, slice, _, microbatch = key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
+                path = schedule.path(pipeline, microbatch)
+                way = ways.get((op.kind, slice, path))
+                if way is None:
+                    at = path.index(slice)
+                    way = ways[op.kind, slice, path] = at if op.kind is OpKind.F else 2 * len(path) - at
+                found[key] = _Made(op.start_ticks, way, place, worker)
     return found
 
 
@@ -288,15 +322,20 @@ def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> l
 
 def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
     found: list[Crossing] = []
+    takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     for key in order:
         _, _, made, source = places[key]
-        _, _, pipeline, microbatch = key
-        for taker, rule in consumers(key, schedule.path(pipeline, microbatch)):
-            takes = places.get(taker) if rule.tensor is not None else None
+        kind, slice, pipeline, microbatch = key
+        path = schedule.path(pipeline, microbatch)
+        taking = takers.get((kind, slice, path))
+        if taking is None:
+            taking = takers[kind, slice, path] = [(taker[0], taker[1], rule.tensor)
+                                                  for taker, rule in consumers(key, path) if rule.tensor is not None]
+        for what, where, tensor in taking:
+            takes = places.get((what, where, pipeline, microbatch))
             if takes is not None and takes.worker != source:
-                assert rule.tensor is not None
-                found.append(Crossing(len(found), rule.tensor, taker[1], pipeline, microbatch, source, takes.worker,
-                                      made, takes.place))
+                found.append(Crossing(len(found), tensor, where, pipeline, microbatch, source, takes.worker, made,
+                                      takes.place))
     return found
 
 

@@ -1,26 +1,39 @@
-"""Answers ahead: schedules for the failures that may come next, planned while all train and nobody waits.
+"""Answers ahead: schedules for the failures that may come next, planned and divided while all train and nobody waits.
 
 Pipelines that are alike may change places (`schedules.tables.pattern`). So a few answers do for the death of any
 worker: one for each stage, and for each set of stages that share a machine; for each of them once more beside
 pipelines that have lost workers before. They are found in processes that give way to all others, the likeliest first.
+What is left to do at a failure is to give pipelines other numbers.
 """
 
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import msgspec
+
 from slipstream.runtime.coordinator.background import Background
-from slipstream.runtime.coordinator.planning import Scheduler
+from slipstream.runtime.coordinator.planning import Divide, Scheduler
 from slipstream.runtime.failure_domains import FailureDomains
-from slipstream.schedules.codec import decode, encode
+from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 from slipstream.schedules.tables.pattern import Pattern, columns_by_pipeline, dead_column, pattern_of, pipeline_classes
-from slipstream.schedules.tables.relabel import preload, relabel
+from slipstream.schedules.tables.relabel import preload, relabel, renumbering
 
 MOST = 64
-"""Failures that are planned for ahead of them, and the answers that are kept: of 4,096 workers, some 0.1 MB each."""
+"""Failures that are planned for ahead of them, and the answers that are kept: of 4,096 workers, some 1 MB each."""
 
 Failure = tuple[Worker, ...]
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """An answer."""
+
+    schedule: Schedule
+    parts: Parts
+
+
+_KEPT = msgspec.msgpack.Decoder(Kept)
 
 
 class AheadOfFailures:
@@ -36,23 +49,29 @@ class AheadOfFailures:
         Where it is asked.
     domains
         Which workers fail together.
+    divided
+        What divides schedules among their workers.
     """
 
-    def __init__(self, first: Schedule, scheduler: Scheduler, background: Background, domains: FailureDomains) -> None:
+    def __init__(self, first: Schedule, scheduler: Scheduler, background: Background, domains: FailureDomains,
+                 divided: Divide) -> None:
         self._speeds = first.times.per_mille_of
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
-        self._scheduler, self._background, self._domains = scheduler, background, domains
+        self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Files, compressed; None: there is no answer, or it is being found."""
+        """Each as `Kept`, compressed; None: there is no answer, or it is being found."""
         self._next: dict[Pattern, Failure] = {}
         self._busy = False
         preload()
 
-    def after(self, down: Failure) -> Schedule:
-        """The schedule for these workers being down: an answer that is known, fitted to them, or the scheduler's."""
-        known = self._known.get(pattern_of(down, self._classes))
-        fitted = None if known is None else relabel(decode(zlib.decompress(known)), down)
-        return self._scheduler(down) if fitted is None else fitted
+    def known(self, down: Failure) -> tuple[Schedule, Parts] | None:
+        """The schedule for these workers being down, divided: an answer that is known, fitted to them."""
+        found = self._known.get(pattern_of(down, self._classes))
+        if found is None:
+            return None
+        kept = _KEPT.decode(zlib.decompress(found))
+        fitted, numbers = relabel(kept.schedule, down), renumbering(kept.schedule, down)
+        return None if fitted is None else (fitted, self._divided(fitted, (kept.parts, numbers)))
 
     def look(self, schedule: Schedule) -> None:
         """All train by this schedule from now on. At other speeds, or where layers have moved, others are asked."""
@@ -95,8 +114,7 @@ class AheadOfFailures:
 
         self._background(lambda: self._kept(self._scheduler(failure)), found, awaited=False)
 
-    @staticmethod
-    def _kept(schedule: Schedule) -> bytes:
-        if schedule.moves:
+    def _kept(self, schedule: Schedule) -> bytes:
+        if schedule.moves or not all(map(schedule.holds_of, schedule.seats)):
             raise NoScheduleError("it can be fitted to no other workers")
-        return zlib.compress(encode(schedule), 1)
+        return zlib.compress(msgspec.msgpack.encode(Kept(schedule, self._divided(schedule))), 1)

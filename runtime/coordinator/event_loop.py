@@ -76,7 +76,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS, GoOn
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, ReportStatus
 from slipstream.runtime.replay.placement import Placement
-from slipstream.schedules.parts import Parts, divide
+from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
 
 MOST_UNKNOWN = 256
@@ -106,13 +106,13 @@ class EventLoop:
         self._events: asyncio.Queue[Callable[[], object]] = asyncio.Queue()
         grid = frozenset(run.schedule.grid.workers())
         background = background_for(len(grid))
-        self._ahead = AheadOfFailures(run.schedule, resilience.scheduler, background, run.domains) \
+        divided = partial(_divided, run)
+        self._ahead = AheadOfFailures(run.schedule, resilience.scheduler, background, run.domains, divided) \
             if resilience.scheduler is not None and len(grid) > FEW else None
         self._schedules = ScheduleService(
-            run.schedule.grid, Finders(resilience.scheduler if self._ahead is None else self._ahead.after,
-                                       resilience.at_speeds, resilience.rebalancer),
+            run.schedule.grid, Finders(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log, resilience.with_degraded,
-            partial(_divided, run), background)
+            divided, background, (lambda _: None) if self._ahead is None else self._ahead.known)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = run.setup if run.elements else replace(run.setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
@@ -430,8 +430,8 @@ class EventLoop:
             self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
 
 
-def _divided(run: Run, schedule: Schedule) -> Parts:
-    return divide(schedule, Placement(run.setup.cuts).ties(schedule, run.shared_layers))
+def _divided(run: Run, schedule: Schedule, alike: Alike | None = None) -> Parts:
+    return divide(schedule, alike, ties=Placement(run.setup.cuts).ties(schedule, run.shared_layers))
 
 
 def _fail(error: Exception) -> None:

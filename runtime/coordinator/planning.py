@@ -21,7 +21,7 @@ from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQues
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
-from slipstream.schedules.parts import Parts, divide
+from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 
@@ -79,7 +79,16 @@ class Prepared(NamedTuple):
 
 MOST_PREPARED = 8
 """Schedules that are kept prepared: those of the present order, of its join, and of what is decided meanwhile."""
-Divide = Callable[[Schedule], Parts]
+
+
+class Divide(Protocol):
+    """Divides schedules among their workers, as `schedules.parts.divide` does."""
+
+    def __call__(self, schedule: Schedule, /, alike: Alike | None = None) -> Parts:
+        """`alike`: see there."""
+
+
+Known = Callable[[tuple[Worker, ...]], tuple[Schedule, Parts] | None]
 
 
 class ScheduleService:
@@ -101,14 +110,18 @@ class ScheduleService:
         What divides schedules among their workers.
     background
         Where all of this is done.
+    known
+        Gives at once what is known ahead for workers being down.
     """
 
     def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
                  events: EventLog | None = None, with_degraded: WithDegraded | None = None,
-                 divided: Divide = divide, background: Background = in_thread) -> None:
+                 divided: Divide = divide, background: Background = in_thread,
+                 known: Known = lambda _: None) -> None:
         self._grid = grid
         self._divided = divided
         self._background = background
+        self._known = known
         self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
         """By the identity of the schedule, which is kept with it."""
         self._finders = finders
@@ -148,6 +161,11 @@ class ScheduleService:
             return
         self._asked[question] = time.monotonic()
         self._events.write(PlanAsked(down=question.down, phase=question.phase))
+        known = self._known(question.down) if question == Question(question.down) else None
+        if known is not None:
+            schedule, parts = known
+            self._take(question, (schedule, Prepared(encode(schedule), parts)))
+            return
 
         def work() -> tuple[Schedule, Prepared]:
             found = without_idle(self._fitting(question.down, find()))

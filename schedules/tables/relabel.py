@@ -161,7 +161,7 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
     live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
     if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
-    renumbered = _renumber(schedule, down)
+    renumbered = renumbering(schedule, down)
     vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
     moves = _fill(schedule, renumbered, vacant, set(down))
     if moves is None:
@@ -173,7 +173,7 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 # --- Which pipeline is which ------------------------------------------------------------------------------------------
 
 
-def _renumber(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
+def renumbering(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
     """New pipeline numbers, within classes, such that as many vacant roles as possible are those of failed workers."""
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import slipstream.schedules.library as library
 from slipstream.schedules.codec import decode, encode
-from slipstream.schedules.graph import programs_of, transfers
+from slipstream.schedules.graph import groups, programs_of, transfers
 from slipstream.schedules.parts import (
     _by_graph,
     _can_be_followed,
@@ -19,6 +20,8 @@ from slipstream.schedules.parts import (
     part_from,
 )
 from slipstream.schedules.schedule import OpKind, Scope, Worker
+from slipstream.schedules.tables.pattern import pipeline_classes
+from slipstream.schedules.tables.relabel import relabel, renumbering
 from slipstream.schedules.tables.table import Table
 from tests.generate import BROKEN, HEALTHY, by_hand
 from tests.generate import schedules as some_schedules
@@ -30,8 +33,8 @@ def tables():
     return [folder for folder in LIBRARY if (folder / "index.json").exists()]
 
 
-def parts_of(schedule, ties=()):
-    divided = divide(schedule, ties)
+def parts_of(schedule, ties=(), alike=None):
+    divided = divide(schedule, alike, ties=ties)
     return {worker: part_from(divided.failed, share, divided.contents) for worker, share in divided.shares.items()}
 
 
@@ -40,9 +43,10 @@ def untimed(op):
     return replace(op, start_ticks=0, end_ticks=op.end_ticks - op.start_ticks)
 
 
-def require_parts(schedule):
-    """Each worker knows of itself what the schedule says, and tensors are the same at both ends."""
-    parts, everyone = parts_of(schedule), [seat.worker for seat in schedule.seats]
+def require_parts(schedule, alike=None):
+    """Each worker knows of itself what the schedule says, and tensors are the same at both ends, in an order that all
+    can follow."""
+    parts, everyone = parts_of(schedule, alike=alike), [seat.worker for seat in schedule.seats]
     sent, taken = {}, {}
     for worker, part in parts.items():
         assert list(part.members) == everyone
@@ -56,6 +60,10 @@ def require_parts(schedule):
             (sent if one.source == worker else taken)[one.source, one.target, one.number] = one
             assert worker in (one.source, one.target)
     assert sent == taken
+    for group in groups(schedule):
+        mine = [one for one in sent.values() if schedule.seat_of[one.source].role.pipeline in group]
+        assert sorted(one.number for one in mine) == list(range(len(mine)))
+        assert _can_be_followed(sorted(mine, key=lambda one: one.number))
     programs = programs_of(schedule)
     whole = transfers(schedule, programs)
     assert {one[:6] for one in whole} == {(one.tensor, one.slice, one.pipeline, one.microbatch, one.source, one.target)
@@ -74,6 +82,28 @@ def require_parts(schedule):
 @settings(max_examples=60, deadline=None)
 def test_parts_say_what_the_schedule_says(schedule):
     require_parts(schedule)
+
+
+@given(some_schedules(), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_what_was_divided_before_pipelines_got_other_numbers_need_not_be_again(schedule, random):
+    classes = pipeline_classes(schedule.grid, schedule.times, schedule.memory)
+    numbers = {}
+    for kind in set(classes):
+        alike = [pipeline for pipeline, one in enumerate(classes) if one == kind]
+        numbers |= zip(alike, random.sample(alike, len(alike)), strict=True)
+    assume(all(seat.worker == seat.role for seat in schedule.seats))
+    down = tuple(sorted(Worker(numbers[pipeline], column) for pipeline, column in schedule.failed))
+    other, ties = relabel(schedule, down), [[Worker(0, 0), Worker(1, 0)]]
+    before = divide(schedule, ties=ties), renumbering(schedule, down)
+    require_parts(other, before)
+    plain, found = divide(other, ties=ties), divide(other, before, ties=ties)
+    assert found.failed == plain.failed
+    for worker, share in plain.shares.items():
+        mine, its = (part_from(one.failed, one.shares[worker], one.contents) for one in (found, plain))
+        assert replace(mine, crossings=()) == replace(its, crossings=())
+        assert {replace(one, number=0) for one in mine.crossings} == {replace(one, number=0) for one in its.crossings}
+        assert found.shares[worker].work in before[0].contents and share.sums == found.shares[worker].sums
 
 
 @pytest.mark.parametrize("folder", tables(), ids=lambda one: one.name)
@@ -111,8 +141,8 @@ def test_healthy_pipelines_share_their_contents():
     """A failure changes what its pipelines run; all else keeps its content."""
     schedule = by_hand(HEALTHY)
     divided = divide(schedule)
-    assert divided.shares[Worker(0, 0)][1:] == (0, *divided.shares[Worker(1, 0)][2:])
-    assert divided.shares[Worker(1, 0)].pipelines == 1
+    assert divided.shares[Worker(0, 0)][1:] == ((0,), *divided.shares[Worker(1, 0)][2:])
+    assert divided.shares[Worker(1, 0)].pipelines == (1,)
     assert len(divided.contents) == 1 + 2 * len({seat.worker.column for seat in schedule.seats})
 
 

@@ -1,7 +1,5 @@
 """Schedules for the failures that may come next are planned ahead, once for all workers that may change places."""
 
-import pytest
-
 from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import tried
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
@@ -21,7 +19,7 @@ class Ahead:
 
     def __init__(self, domains=ALONE, scheduler=None):
         self.asked, self.waiting = [], []
-        self.ahead = AheadOfFailures(FIRST, scheduler or self._schedule, self._later, domains)
+        self.ahead = AheadOfFailures(FIRST, scheduler or self._schedule, self._later, domains, divide)
 
     def _schedule(self, down):
         self.asked.append(down)
@@ -44,8 +42,9 @@ def test_one_answer_for_each_stage_does_for_all_pipelines():
     one.plan(FIRST)
     assert len(one.asked) == 3
     for worker in FIRST.grid.workers():
-        found = one.ahead.after((worker,))
-        assert found.failed == (worker,) and not check(found) and not found.moves and divide(found)
+        found, parts = one.ahead.known((worker,))
+        assert found.failed == parts.failed == (worker,) and not check(found) and not found.moves
+        assert parts.shares.keys() == found.seat_of.keys()
         assert found.period_ticks == schedule_for(JOB, [str(worker)]).period_ticks
     assert len(one.asked) == 3
 
@@ -56,13 +55,13 @@ def test_the_likeliest_failures_come_first_and_what_is_not_known_is_asked_for():
     one.plan(FIRST, 3)
     assert {failure[0].column for failure in one.asked} == {0, 1, 2} and all(len(one) == 1 for one in one.asked)
     down = machines.together(Worker(2, 1))
-    assert one.ahead.after(down).failed == down and one.asked[-1] == down
+    assert one.ahead.known(down) is None
     one.plan(FIRST)
     asked = len(one.asked)
-    assert asked == 5  # and a machine's
-    assert one.ahead.after(machines.together(Worker(3, 1))).failed and len(one.asked) == asked
+    assert asked == 4  # and a machine's
+    assert one.ahead.known(machines.together(Worker(3, 1))) and len(one.asked) == asked
     one.plan(schedule_for(JOB, ["1.1"]))
-    assert one.ahead.after((Worker(0, 0), Worker(2, 1))).failed and Worker(1, 1) in one.asked[asked]
+    assert one.ahead.known((Worker(0, 0), Worker(2, 1))) and Worker(1, 1) in one.asked[asked]
 
 
 def test_what_has_no_answer_is_asked_for_once():
@@ -75,8 +74,7 @@ def test_what_has_no_answer_is_asked_for_once():
     one.plan(FIRST)
     one.plan(FIRST)
     assert len(asked) == 3
-    with pytest.raises(NoScheduleError):
-        one.ahead.after((Worker(0, 0),))
+    assert one.ahead.known((Worker(0, 0),)) is None
 
 
 def test_nothing_is_planned_ahead_where_layers_have_moved():
