@@ -79,7 +79,10 @@ def command(*arguments: str) -> str:
     try:
         return subprocess.run([sys.executable, "-m", "slipstream", *arguments], check=True, capture_output=True,
                               text=True, timeout=LIMIT_SECONDS).stdout
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise DevicesError(f"`slipstream {arguments[0]}` did not end within {LIMIT_SECONDS:.0f} s: is the machine busy "
+                           "with something else?") from None
+    except subprocess.CalledProcessError as error:
         said = str(error.stderr or error).strip().splitlines()
         raise DevicesError(f"`slipstream {arguments[0]}` failed: {said[-1]}") from None
 

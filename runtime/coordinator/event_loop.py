@@ -8,7 +8,7 @@ import asyncio
 import gc
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError,
 from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
 from slipstream.runtime.coordinator.effects import Note as NoteEffect
 from slipstream.runtime.coordinator.event_log import EventLog
+from slipstream.runtime.coordinator.gathered_reports import GatheredReports
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.news import News
@@ -73,7 +74,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Status,
     ToCoordinator,
 )
-from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS, GoOn
+from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, ReportStatus
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.parts import Alike, Parts, divide
@@ -120,13 +121,10 @@ class EventLoop:
         at = time.monotonic()
         self.state = begun(self._rules, log, at, run.rejoining(at), run.journal)
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
-        self._gathered_by: dict[Worker, int] = {}
-        """The node whose agent brought the last report of a worker."""
-        self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """What agents are to be told because of the present event."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._bounds = Bounds(run.setup, len(resilience.injections), grid)
+        self._gathered = GatheredReports(self._workers, self._agents, self._reports, self._bounds)
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -204,7 +202,7 @@ class EventLoop:
         self.state, effects = transition(self._rules, before, event, time.monotonic())
         for effect in effects:
             self._carry_out(effect)
-        self._answer_agents()
+        self._gathered.answer()
         if (self.state.order, self.state.log.next_iteration) != (before.order, before.log.next_iteration):
             self._stall.progressed()
         if self.state.order == 1 > before.order:
@@ -215,7 +213,7 @@ class EventLoop:
     def _carry_out(self, effect: object) -> None:
         match effect:
             case Send(message=Acknowledged() as message):
-                self._acknowledge(effect.workers, message)
+                self._gathered.acknowledge(effect.workers, message)
             case Send():
                 for worker in effect.workers:
                     self._workers.send(worker, effect.message)
@@ -328,7 +326,7 @@ class EventLoop:
                 elif isinstance(message, Saved):
                     self.news.saved(message)
                 elif isinstance(message, Ran):
-                    self._gathered_by.pop(worker, None)
+                    self._gathered.by_itself(worker)
                 self._happens(message)
                 if isinstance(message, Started):
                     self.processes.begins(self.state.log.next_iteration)
@@ -356,45 +354,11 @@ class EventLoop:
             case Ended() if message.worker in self._agents.speaks_for(connection):
                 self._workers.process_ended(message)
             case Gathered() if isinstance(connection.peer, int):
-                self._answers[connection.peer] = []
-                reports = self._reported(self._agents.speaks_for(connection), message)
-                self._gathered_by.update(dict.fromkeys((one.worker for one in reports), connection.peer))
+                reports = self._gathered.take(connection.peer, self._agents.speaks_for(connection), message,
+                                              self.state.log.next_iteration)
                 if reports:
-                    self._happens(Reports(tuple(reports)))
-                self._answer_agents()
-
-    def _reported(self, here: Collection[Worker], gathered: Gathered) -> list[Ran]:
-        """What workers of a node have reported, of those that are there."""
-        found, following = [], self.state.log.next_iteration
-        for one in gathered.reports:
-            report = one.report
-            connection = self._workers.of(report.worker, one.rank) if report.worker in here else None
-            if connection is None:
-                continue
-            wrong = self._bounds.wrong(report, following)
-            if wrong is not None:
-                connection.cut_off(wrong)
-            elif self._workers.hears(connection):
-                whole = self._reports.take(report.worker, one.rank, report)
-                found += [whole] if isinstance(whole, Ran) else []
-        return found
-
-    def _acknowledge(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Answer reports the way they came."""
-        by_node: dict[int, list[Worker]] = {}
-        for worker in workers:
-            node = self._gathered_by.get(worker)
-            if node is None:
-                self._workers.send(worker, message)
-            else:
-                by_node.setdefault(node, []).append(worker)
-        for node, there in by_node.items():
-            self._answers.setdefault(node, []).append((tuple(there), message))
-
-    def _answer_agents(self) -> None:
-        answers, self._answers = self._answers, {}
-        for node, acknowledged in answers.items():
-            self._agents.send(node, GoOn(tuple(acknowledged)))
+                    self._happens(Reports(reports))
+                self._gathered.answer()
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""

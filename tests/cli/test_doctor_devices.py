@@ -117,3 +117,9 @@ def test_losses_that_deviate_are_told(monkeypatch, tmp_path):
         devices.exactness("cpu", tmp_path)
     monkeypatch.setattr(devices, "reference_run", lambda *_: SimpleNamespace(losses=[one.loss for one in losses]))
     assert devices.exactness("cpu", tmp_path).value.startswith("0.0e+00")
+
+
+def test_a_command_that_does_not_end_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(devices, "LIMIT_SECONDS", 0.01)
+    with pytest.raises(devices.DevicesError, match=r"^`slipstream --version` did not end within 0 s"):
+        devices.command("--version")
