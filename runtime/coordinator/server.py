@@ -83,6 +83,8 @@ class Connection(asyncio.Protocol):
         """None until the peer has proved that it knows the secret."""
         self._tags: Tags | None = None
         self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
+        """What is sent in this turn of the event loop."""
         self._hello: asyncio.TimerHandle | None = None
         self._address = ""
         self.peer: Worker | int | None = None
@@ -139,15 +141,19 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send; nothing happens where the peer is gone. One that does not read is cut off."""
-        if self._transport is not None and not self._transport.is_closing():
+        """Send, with what else is sent in this turn of the event loop: each system call takes longer than all else.
+
+        Nothing happens where the peer is gone. One that does not read is cut off.
+        """
+        if not self.closing:
             assert self._tags is not None
-            self._transport.write(message.tagged(self._tags))
-            if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
-                self.cut_off("it does not read what it is sent")
+            self._unsent.append(message.tagged(self._tags))
+            if len(self._unsent) == 1:
+                asyncio.get_running_loop().call_soon(self._send)
 
     def close(self) -> None:
         """Close the connection, once what was sent has gone out."""
+        self._send()
         if self._transport is not None:
             self._transport.close()
 
@@ -164,6 +170,13 @@ class Connection(asyncio.Protocol):
             who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
             self._server.refused(f"{who}{self._address}", why)
             self._transport.abort()
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._transport is not None and unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
+            if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+                self.cut_off("it does not read what it is sent")
 
     def _settle(self) -> None:
         """Wait for the first message no more."""

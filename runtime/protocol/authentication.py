@@ -119,12 +119,14 @@ class Answer:
             raise AuthenticationError("it does not know the secret of this run")
 
 
-def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first: Callable[[Tags], bytes]) -> Keys:
+def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first: Callable[[Tags], bytes],
+              patience_seconds: float = 0.0) -> Keys:
     """The connecting end of a handshake, on a blocking socket; `first` gives the first message with its tag.
 
-    Raises AuthenticationError, and OSError where the other end is gone or takes longer than `HELLO_SECONDS`.
+    Raises AuthenticationError, and OSError where the other end is gone or takes longer than `HELLO_SECONDS`, or than
+    its patience where that is longer.
     """
-    deadline = time.monotonic() + HELLO_SECONDS
+    deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
     answer = Answer(secret, purpose, _read(connection, GREETING_BYTES, deadline))
     try:
         connection.sendall(answer.hello + first(answer.keys.sending))

@@ -30,7 +30,7 @@ TELL_SECONDS = 30.0
 SILENT_SECONDS = 60
 """A peer whose machine acknowledges nothing for so long is gone (Linux)."""
 ANSWER_SECONDS = 60.0
-"""What was begun to be sent, to node 0 or from it, arrives in milliseconds."""
+"""What was begun to be sent, to node 0 or from it, arrives in milliseconds; where thousands start at once, later."""
 CLOSE_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
@@ -119,7 +119,8 @@ class Frames:
 class Channel(Generic[T]):
     """A worker's or node agent's end of its connection to the coordinator. One thread reads, any thread may send.
 
-    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`.
+    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and as long again, if that
+    is no longer than `ANSWER_SECONDS`, for its part of the handshake; sends `hello`.
     `waiting` is called with a line at once where that takes time, and every 30 s. Raises RendezvousError.
     """
 
@@ -130,7 +131,8 @@ class Channel(Generic[T]):
         self._socket = _connect(address, timeout_seconds, waiting)
         self._early: list[T] = []
         try:
-            self._tags, receiving = introduce(self._socket, secret, "control", frame(hello).tagged)
+            self._tags, receiving = introduce(self._socket, secret, "control", frame(hello).tagged,
+                                              min(timeout_seconds, ANSWER_SECONDS))
         except (AuthenticationError, OSError) as error:
             self._socket.close()
             raise RendezvousError(f"node 0 at {address} was reached, but {_reason(error)}") from None

@@ -5,6 +5,7 @@ import contextlib
 import socket
 import struct
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from slipstream.runtime.protocol.authentication import SPOKEN, Answer, Secret
 from slipstream.runtime.protocol.channel import MAX_BYTES, frame
 from slipstream.runtime.protocol.rendezvous import listen
 from slipstream.runtime.protocol.to_coordinator import Ended, Heartbeat, JoinNode, JoinWorker, Note
-from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, talk
 
@@ -159,6 +160,29 @@ def test_of_many_who_say_nothing_the_oldest_goes_and_a_worker_comes_in():
     heard, lines = play(script, most_unknown=20)
     assert heard == JoinWorker(WORKER)
     assert len(lines) == 10 and all("more than 20 connections say nothing" in line for line in lines)
+
+
+def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_before_the_end():
+    async def script(address, heard, _):
+        spoken = await talk(address, JoinWorker(WORKER))
+        await until(lambda: heard)
+        connection, received = heard[0][0], []
+        writes = connection._transport = Mock(wraps=connection._transport)
+        for last in (False, True):
+            writes.write.reset_mock()
+            sent = [frame(message) for message in (EndOrder(1), Leave())]
+            for one in sent:
+                connection.send(one)
+            assert not writes.write.called
+            if last:
+                connection.close()
+            await until(lambda: writes.write.called)
+            while len(received) < 2:
+                received += spoken.frames.feed(await spoken.reader.read(2**16))
+            assert writes.write.call_count == 1 and [one.data[4:] for one in sent] == received
+            received.clear()
+
+    play(script)
 
 
 def test_who_does_not_read_is_cut_off(monkeypatch):

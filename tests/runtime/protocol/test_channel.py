@@ -4,12 +4,13 @@ import queue
 import socket
 import struct
 import threading
+import time
 
 import msgspec
 import pytest
 
+from slipstream.runtime.protocol import authentication, to_coordinator, to_node_agent, to_worker
 from slipstream.runtime.protocol import channel as channel_module
-from slipstream.runtime.protocol import to_coordinator, to_node_agent, to_worker
 from slipstream.runtime.protocol.authentication import SPOKEN, Tags
 from slipstream.runtime.protocol.channel import MAX_BYTES, Channel, Frames, ProtocolError, frame
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, listen
@@ -169,6 +170,33 @@ def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
     with listener, pytest.raises(RendezvousError, match=f"^node 0 at {address} was reached, but {reason}"):
         Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
     thread.join(SOON)
+
+
+def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_coordinator_is_looked_for(monkeypatch):
+    """Thousands may connect at once."""
+    monkeypatch.setattr(authentication, "HELLO_SECONDS", 0.05)
+    listener, address = listen()
+    given_up = threading.Event()
+
+    def late() -> None:
+        first, _ = listener.accept()
+        with first:
+            given_up.wait(SOON)
+        second, _ = listener.accept()
+        with second:
+            time.sleep(2 * authentication.HELLO_SECONDS)
+            be_asked(second, "control")
+            while second.recv(1000):
+                pass
+
+    thread = threading.Thread(target=late)
+    with listener:
+        thread.start()
+        with pytest.raises(RendezvousError, match=r"was reached, but (it takes too long to answer|timed out)$"):
+            Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.0)
+        given_up.set()
+        Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON).close()
+        thread.join(SOON)
 
 
 def test_a_channel_waits_for_the_coordinator_to_listen():
