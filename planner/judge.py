@@ -20,7 +20,7 @@ from slipstream.planner.model.from_job import build_problem, equal_parts, held_p
 from slipstream.planner.model.problem import Bound, LayerTicks, Problem, Question, Unit
 from slipstream.planner.model.start_times import timed
 from slipstream.planner.normalise import Windows
-from slipstream.planner.overlapped import least_of_columns
+from slipstream.planner.overlapped import exposed_anywhere, least_of_columns
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import Plan
 from slipstream.planner.report import shared_ticks
@@ -208,7 +208,7 @@ def _least(schedule: Schedule, told: LayerCosts) -> Bound:
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _costs(told)
-    if schedule.overlaps:  # reductions may go on beside all compute
+    if schedule.overlaps:  # reductions may go on beside all compute but the last
         costs = msgspec.structs.replace(costs, all_reduce=(0,) * grid.layer_count)
     if memory is not None:
         others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
@@ -222,4 +222,5 @@ def _least(schedule: Schedule, told: LayerCosts) -> Bound:
         optimizer=schedule.optimizer, question=Question(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
         sharing=shared, parts=equal_parts(grid, costs) if shared else ())
     bound = least_of(below)
-    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / per_tick))
+    beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / per_tick) + beyond)

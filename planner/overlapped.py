@@ -7,15 +7,16 @@ reduction of some begins while W of others is still to be done (DDP's buckets, L
 where the backward itself is cut, from the last layer on). Ops keep their worker and their order but
 for these W. How many micro-batches are cut so, and two orders of the W, are tried.
 
-What cannot be hidden is the reduction of the layers whose W is last: `bounding_problem` has bounds count it.
+What cannot be hidden is the reduction of the layers whose W is last: `bounding_problem` has bounds count it, and where
+layers may move, `exposed_anywhere`.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, islice, pairwise, product
-from math import ceil
-from typing import NamedTuple
+from math import ceil, floor
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
@@ -29,7 +30,19 @@ from slipstream.planner.options import PlanOptions
 from slipstream.schedules.check import check
 from slipstream.schedules.graph import programs_of
 from slipstream.schedules.precedence import OpKey, op_key, waits
-from slipstream.schedules.schedule import Grid, LayerRange, OpKind, Program, ProgramOp, Schedule, Seat, Worker
+from slipstream.schedules.schedule import (
+    Grid,
+    LayerRange,
+    Memory,
+    OpKind,
+    Program,
+    ProgramOp,
+    Schedule,
+    Scope,
+    Seat,
+    Times,
+    Worker,
+)
 from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import period_ticks as window_ticks
 
@@ -49,6 +62,10 @@ PIECES = (32, 8, 4, 2)
 """Into which layers that are reduced together are divided at most; but the first, where each piece has a latency."""
 
 FINAL = (OpKind.W, OpKind.B)
+OF_LAYERS = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
+OF_STAGES = (*OF_LAYERS, "optimizer_of_layer")
+HELD = ("activation", "weight_stash", "weights")
+T = TypeVar("T", Times, Memory, TicksOfLayers)
 
 
 def overlaps(job: Job) -> bool:
@@ -81,9 +98,23 @@ def _with_exposed(problem: Problem, job: Job) -> Problem:
     grid = problem.grid
     if not has_layers(job):
         return problem
-    ticks = reductions_of_layers(job, exact(problem.tick_seconds))
-    return replace(problem, times=replace(problem.times, all_reduce=least_of_columns(
-        grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
+    finer = _ticks_of_layers(problem.tick_seconds, job)
+    tick = exact(problem.tick_seconds) / finer
+    ticks = reductions_of_layers(job, tick)
+    return replace(problem, tick_seconds=float(tick), times=replace(
+        _times_more(problem.times, finer, OF_STAGES), transfer=finer * problem.times.transfer,
+        all_reduce=least_of_columns(grid, [min(ticks[slice(*layers)]) for layers in grid.layers_by_stage])))
+
+
+def _ticks_of_layers(tick_seconds: float, job: Job) -> int:
+    """Into how many a tick is to be divided to hold what single layers take: a problem of whole stages has coarser
+    ones."""
+    return max(1, ceil(ratio(tick_seconds, float(tick_of(job, layer_costs(job))))))
+
+
+def _times_more(of: T, factor: int, names: Sequence[str]) -> T:
+    """The same with the values of these names so many times as large."""
+    return replace(of, **{name: tuple(factor * value for value in getattr(of, name)) for name in names})
 
 
 def has_layers(job: Job) -> bool:
@@ -106,16 +137,34 @@ def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def exposed_anywhere(schedule: Schedule) -> int:
+    """How much shorter, in ticks, a schedule would be at least without its reductions, whoever holds which layers.
+
+    The last W of a worker is of some layer. The reduction of that layer begins no earlier than this W ends, takes as
+    long as the layer does by itself at least, and ends before O of the worker begins. Without reductions each O may
+    begin as much earlier, and so all windows end as much earlier. Where all O wait for the last W of all, windows of
+    others may be as long without.
+    """
+    told = schedule.times.of_layers
+    if not told or schedule.optimizer != "staggered":
+        return 0
+    return floor(min(told.all_reduce) / Fraction(*told.per_tick))
+
+
 def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget) -> Schedule:
     """The schedule of a job without reductions, with those of the job: the shortest that is found within the budget.
 
-    `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds.
+    `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds; where layers may move, on
+    those without reductions.
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
+    schedule = _in_ticks_of_layers(schedule, job)
     best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1], budget)
-    ticks = int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
+    told, ticks = _telling(best, job), int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
+    if bound.scope is Scope.LAYERS:
+        ticks += exposed_anywhere(told)
     assert ticks <= best.period_ticks * (1 + ROUNDED), f"a bound of {ticks} ticks is above {best.period_ticks}"
-    return _telling(best, job).with_bound(min(ticks, best.period_ticks), bound.scope)
+    return told.with_bound(min(ticks, best.period_ticks), bound.scope)
 
 
 def _telling(schedule: Schedule, job: Job) -> Schedule:
@@ -137,7 +186,31 @@ def _telling(schedule: Schedule, job: Job) -> Schedule:
 
 def period_beside(schedule: Schedule, job: Job) -> float:
     """Seconds of about the same, for those who ask for hundreds of periods: fewer ways to cut are tried."""
+    schedule = _in_ticks_of_layers(schedule, job)
     return schedule.seconds(_best(schedule, job, FEW[:2]).period_ticks)
+
+
+def _in_ticks_of_layers(schedule: Schedule, job: Job) -> Schedule:
+    """The same schedule in ticks, and units of memory, that also hold what single layers take."""
+    if not has_layers(job):
+        return schedule
+    memory, told = schedule.memory, schedule.times.of_layers
+    finer = _ticks_of_layers(schedule.tick_seconds, job)
+    smaller = max(1, ceil(ratio(memory.unit, float(unit_of(job, layer_costs(job)))))) if memory else 1
+    if finer == smaller == 1:
+        return schedule
+    if told:  # its ticks hold what layers take without reductions
+        told = _times_more(_times_more(told, finer, OF_LAYERS), smaller, HELD)
+    if memory:
+        memory = replace(_times_more(memory, smaller, ("capacity", *HELD)), unit=float(exact(memory.unit) / smaller),
+                         capacity_of=memory.capacity_of and tuple(replace(one, capacity=smaller * one.capacity)
+                                                                  for one in memory.capacity_of))
+    return replace(schedule, tick_seconds=float(exact(schedule.tick_seconds) / finer), memory=memory,
+                   times=replace(_times_more(schedule.times, finer, OF_STAGES), of_layers=told,
+                                 transfer=finer * schedule.times.transfer),
+                   programs=tuple(tuple(replace(op, start_ticks=finer * op.start_ticks) for op in program)
+                                  for program in schedule.programs),
+                   period_ticks=finer * schedule.period_ticks, lower_bound_ticks=finer * schedule.lower_bound_ticks)
 
 
 def _best(schedule: Schedule, job: Job, counts: Sequence[int], budget: Budget | None = None) -> Schedule:
@@ -181,6 +254,11 @@ class _Reductions:
         """Seconds."""
         beyond = sum(self._beyond[slice(*layers)], Fraction(0))
         return self._least + beyond if beyond else beyond
+
+
+def _ticks(seconds: Fraction, tick: Fraction) -> int:
+    """Rounded up; but a tick is a float, which may be a little less than it should."""
+    return ceil(seconds / tick - Fraction(ROUNDED))
 
 
 class _Parts(NamedTuple):
@@ -229,10 +307,10 @@ class _Overlapped:
         """By slice."""
         tick, stages = exact(self._old.tick_seconds), self._job.time.all_reduce
         if self._costs is None:
-            return tuple(ceil(exact(seconds) / tick) for seconds in stages)
+            return tuple(_ticks(exact(seconds), tick) for seconds in stages)
         seconds = _Reductions(self._job)
-        return (*(ceil(exact(one) / tick) for one in stages),
-                *(ceil(seconds.of(layers) / tick) for layers in self._layers[len(stages):]))
+        return (*(_ticks(exact(one), tick) for one in stages),
+                *(_ticks(seconds.of(layers), tick) for layers in self._layers[len(stages):]))
 
     def _turns(self) -> dict[int, int]:
         """[layer] the turn in which its W is done, where there is a choice. Of two machines that jobs pass one after

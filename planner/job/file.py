@@ -263,9 +263,11 @@ def _job(table: TomlTable) -> Job:
         if table.known("network") else Network()
     if network.gradients:
         time = msgspec.structs.replace(time, all_reduce=tuple(
-            network.all_reduce(size, pipelines * chains) for size in network.gradients))
+            number("what a reduction takes by network.gradients and network.bandwidth",
+                   network.all_reduce(size, pipelines * chains)) for size in network.gradients))
     if network.activation is not None:
-        time = msgspec.structs.replace(time, transfer=network.transfer())
+        time = msgspec.structs.replace(time, transfer=number(
+            "what a transfer takes by network.activation and network.bandwidth", network.transfer()))
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):

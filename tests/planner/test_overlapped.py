@@ -24,7 +24,7 @@ from slipstream.planner.plan import plan_job, plan_only
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.dealing import Dealer
-from slipstream.schedules.schedule import OpKind, Scope, Worker
+from slipstream.schedules.schedule import OpKind, Worker
 from slipstream.schedules.timing import Noise, replay
 from tests.jobs import any_jobs, jobs
 
@@ -66,8 +66,7 @@ def test_any_job_has_a_plan_that_is_no_shorter_than_without_reductions(job, data
     assert schedule.overlaps == any(job.time.all_reduce)
     assert schedule.seconds(schedule.period_ticks) >= none.seconds(none.lower_bound_ticks) * (1 - 1e-6)
     assert decode(encode(schedule)) == schedule
-    if schedule.scope is not Scope.LAYERS:
-        assert proven_bound(schedule).ticks <= schedule.period_ticks
+    assert proven_bound(schedule).ticks <= schedule.period_ticks
     if schedule.optimizer == "staggered":
         period = schedule.seconds(schedule.period_ticks)
         assert replay(schedule, Noise(), replays=1)[0] <= period * (1 + 1e-9)
@@ -121,6 +120,16 @@ def test_layers_are_reduced_while_others_compute():
     assert len(beside) == 4 * 3
 
 
+@pytest.mark.parametrize("memory", ["", "[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n"],
+                         ids=["unlimited", "memory"])
+def test_single_layers_are_reduced_also_where_all_times_are_round(memory):
+    """A tick that holds what stages take is as long as the op of a whole stage here."""
+    job = parse_job(JOB.replace("optimizer = 1", "optimizer = 4") + memory)
+    schedule, none = planned(job), planned(without_reductions(job))
+    assert schedule.seconds(schedule.period_ticks) == none.seconds(none.period_ticks) + 1
+    assert schedule.status == "optimal" and proven_bound(schedule).ticks == schedule.lower_bound_ticks
+
+
 def test_without_layers_a_stage_is_reduced_as_a_whole():
     text = JOB.replace("[placement]\nlayers = [4, 4]\n", "")
     none = planned(without_reductions(parse_job(text)))
@@ -163,6 +172,7 @@ def test_one_reduction_at_a_time_on_a_link():
     ("overlap = 1", "network.overlap is 1; expected true or false"), ("speed = 3", "speed"),
     ("slowdown = 1", "network.slowdown is 1; expected a share, less than 1"),
     ("bandwidth = 0", "network.bandwidth is 0; expected bytes a second, more than 0"), ("latency = -1", "latency"),
+    ("bandwidth = 1e-300\nactivation = 5e9", "what a transfer takes by network.activation and .* is inf; expected"),
     ("activation = 5", "network.activation is given without network.bandwidth"),
     ("bandwidth = 5\ngradients = 5", "network.gradients and time.all_reduce are both given; expected one of them")])
 def test_what_is_no_network_is_refused(given, says):
