@@ -8,6 +8,7 @@ checkpoint are torchtitan's; its Trainer holds the model on the CPU of node 0, a
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_with
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest
@@ -58,6 +60,7 @@ from torchtitan.trainer import Trainer
 from slipstream.runtime.model.layers.torchtitan.trainer_state import begin, read_state
 from slipstream.runtime.model.layers.torchtitan.training import differences, microbatches, run_config
 
+HEARTBEAT_SECONDS = Resilience().heartbeat_timeout_seconds
 PLAN_SECONDS = 10.0
 """For the first schedule."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -75,6 +78,8 @@ class Own:
     rehearsals: Rehearsals
     settled_seconds: float | None
     """For how long schedules are searched for which layers move; None: they stay."""
+    silence: float
+    """For so many seconds a worker may show no sign of life."""
 
 
 class SlipstreamTrainer(Trainer):  # type: ignore[misc]
@@ -104,6 +109,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                     scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
                     checkpoint_every=None, injections=own.rehearsals.injections, returns=own.rehearsals.returns,
                     node_failures=own.rehearsals.node_failures, slowdowns=own.rehearsals.slowdowns,
+                    heartbeat_timeout_seconds=own.silence,
                     faults_per_hour=0 if own.rehearsals.kills else FAULTS_PER_HOUR,
                     settling=None if own.settled_seconds is None else Settling()), options=RunOptions(
                         nodes=own.here.nodes, rendezvous=to_open(own.here), announce=partial(announce, own.here),
@@ -157,21 +163,34 @@ def _first(own: Own) -> Schedule:
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Ours, and torchtitan's."""
-    parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False)
+    """Ours, and torchtitan's. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="slipstream.cli.torchtitan", allow_abbrev=False, add_help=False,
+                                     exit_on_error=False)
     add = parser.add_argument_group("Slipstream").add_argument
     add("--slipstream.job", dest="job", type=Path, metavar="FILE",
         help="a job file: times, memory and machines to plan by; its grid has precedence. Default: as many pipelines "
              "and stages as --parallelism.data_parallel_replicate_degree and .pipeline_parallel_degree say")
-    add("--slipstream.settle", dest="settle", type=float, nargs="?", const=SETTLED_SECONDS, metavar="SECONDS",
+    add("--slipstream.settle", dest="settle", type=_seconds, nargs="?", const=SETTLED_SECONDS, metavar="SECONDS",
         help="layers move to better schedules after failures, while the workers train on; for so long such a schedule "
              f"is searched (default: {SETTLED_SECONDS:g})")
+    add("--slipstream.heartbeat-timeout", dest="silence", type=_seconds, default=HEARTBEAT_SECONDS, metavar="SECONDS",
+        help="give up a worker that shows no sign of life for so long (default: %(default)g)")
     for name, form in (("kill", "D.S@STEP"), ("return", "D.S@STEP"), ("slow", "D.S=FACTOR@STEP")):
         add(f"--slipstream.{name}", dest=f"{name}s", action="append", metavar=form,
             help="a rehearsal, counted from 0, as that of `slipstream train`")
     if {"-h", "--help"} & set(sys.argv):
         parser.print_help()  # and torchtitan's follows
-    return parser.parse_known_args()
+    try:
+        return parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _seconds(given: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (seconds := float(given)) <= 3600:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{given}: expected 0.1 to 3600 seconds")
 
 
 def _job(path: Path | None, given: Trainer.Config, layers: int) -> Job:
@@ -211,7 +230,7 @@ def _own() -> tuple[Own, Trainer.Config]:
     rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
     for line in (*differences(given), *rehearsals.never(given.training.steps)):
         logger.warning(line)
-    return Own(here, job, config, folder, rehearsals, options.settle), alone
+    return Own(here, job, config, folder, rehearsals, options.settle, options.silence), alone
 
 
 def _take_part(own: Own) -> None:
@@ -252,7 +271,10 @@ def _train(own: Own, config: Trainer.Config) -> None:
                                              enable=config.debug.enable_structured_logging)
     os.environ.update(ALONE)
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # workers step the optimizer
-    trainer = SlipstreamTrainer(config)
+    try:
+        trainer = SlipstreamTrainer(config)
+    except Exception as error:  # whatever its tokenizer, data set or model raise
+        raise ConfigError(f"torchtitan's Trainer cannot begin: {type(error).__name__}: {first_line(error)}") from error
     trainer.own = own
     try:
         trainer.train()

@@ -1,6 +1,8 @@
 """torchtitan's models by name: layers, its data, and runs with failures, against the same training in one process."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from slipstream.runtime.run_options import Resilience
 from slipstream.schedules.schedule import Worker
 from tests.interop.titan_training import write_assets
 from tests.jobs import grid
+from tests.patience import SECONDS
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 installed = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
@@ -190,3 +193,24 @@ def test_workers_of_two_ranks_have_the_numbers_of_one_process(tmp_path, name):
                                        injections=(Injection(Worker(1, 1), 3, 1),)))
     assert len(result.recoveries) == 1
     assert_same(result, judge(config(name, clip_norm=1.0), (2, 2), 6), 1e-9)
+
+
+OTHERS = """
+import sys
+import torch
+sys.modules["torchtitan"] = None  # who imports it fails
+import slipstream.runtime.processes.fork_server_process, slipstream.runtime.worker.main
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for
+given = parse_run_config({}, {})
+load_corpus(given, (1,))
+model_for(given.model, 0, torch.float32, torch.device("cpu")).build(0)
+print("triton" in sys.modules)
+import slipstream.cli.train, slipstream.cli.export, slipstream.runtime.api
+"""
+
+
+def test_who_does_not_name_it_imports_none_of_it_and_workers_no_triton_either():
+    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -29,6 +29,8 @@ STEPS = 20
 TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
 """Relative."""
 THEIRS, OURS = "torchtitan.train", "slipstream.cli.torchtitan"
+PATIENT = ("--slipstream.heartbeat-timeout", "120")
+"""A machine that is busy with other things."""
 TWO_STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "2",
               "--training.local_batch_size", "4")
 
@@ -36,7 +38,8 @@ TWO_STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipe
 def words(program, folder, *more):
     """What Python is told for either program."""
     return ["-m", "tests.interop.titan_cpu", program, "--module", "tests.interop.titan_config", "--config", "small",
-            "--dump_folder", str(folder), *(["--training.disable_cuda_graphs"] if program == THEIRS else []), *more]
+            "--dump_folder", str(folder), *(("--training.disable_cuda_graphs",) if program == THEIRS else PATIENT),
+            *more]
 
 
 def environment(folder, assets, dtype):

@@ -130,7 +130,10 @@ def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunCon
 
 
 def _refusal(config: RunConfig, what: str) -> ConfigError:
-    return ConfigError(f"model.name is {config.model.name!r}: {what}")
+    model = config.model
+    named = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
+    key = next(key for key, name in named.items() if name is not None)
+    return ConfigError(f"model.{key} is {str(named[key])!r}: {what}")
 
 
 def _shown(value: object) -> str:

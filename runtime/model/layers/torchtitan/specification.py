@@ -80,6 +80,8 @@ def in_one_process(config: Trainer.Config) -> Trainer.Config:
     training, degrees = config.training, config.parallelism
     size = degrees.pipeline_parallel_microbatch_size if degrees.pipeline_parallel_degree > 1 \
         else training.local_batch_size
+    if size < 1:
+        raise ConfigError(f"--training.local_batch_size is {size}; expected a number above 0")
     samples = training.global_batch_size
     if samples < 0:
         samples = training.local_batch_size * degrees.data_parallel_replicate_degree
@@ -118,7 +120,8 @@ def _updated(config: Trainer.Config) -> Trainer.Config:
     try:
         config.model_spec.model.update_from_config(config=config)
     except Exception as error:  # each model checks its own
-        raise ConfigError(f"{KEY}: {config.model_spec.name}/{config.model_spec.flavor}: {first_line(error)}") from None
+        raise ConfigError(f"{KEY}: {config.model_spec.name}/{config.model_spec.flavor}, built without parallelism "
+                          f"inside layers: {first_line(error)}") from None
     return config
 
 
@@ -141,10 +144,6 @@ def sample_of(config: Trainer.Config, device: torch.device) -> Any:
         if getattr(layer, "moe", None) is not None:
             raise ConfigError(f"{wrong}, whose experts count tokens in their forward, and whose optimizer moves their "
                               "bias: a step that is made again would count twice; expected dense layers")
-    if needs_masks(config) and device.type != "cuda":
-        raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "
-                          "model.options.attention = 'sdpa' (in a configuration of torchtitan's "
-                          "ScaledDotProductAttention), which does not see where documents begin")
     if has_quantization(spec.model):
         raise ConfigError(f"{wrong} with quantized products, whose backward cannot be split; expected plain ones")
     with torch.device("meta"):
@@ -152,4 +151,11 @@ def sample_of(config: Trainer.Config, device: torch.device) -> Any:
     if type(model).forward is not Decoder.forward or set(dict(model.named_children())) != _PARTS:
         raise ConfigError(f"{wrong}, which is more than a chain of an embedding, decoder layers and a head; expected "
                           "such a model")
+    frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ConfigError(f"{wrong}, whose {frozen} is not trained (LoRA); expected a model that is trained as a whole")
+    if needs_masks(config) and device.type != "cuda":
+        raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "
+                          "model.options.attention = 'sdpa' (in a configuration of torchtitan's "
+                          "ScaledDotProductAttention), which does not see where documents begin")
     return model

@@ -47,8 +47,9 @@ def run_config(arguments: Sequence[str], config: Trainer.Config, initial: Path) 
 
     `initial`: the folder where its parameters will lie before the first step, as torchtitan writes them.
     """
-    require_honoured(config)
     assert config.model_spec is not None
+    sample_of(parsed(tuple(arguments)), torch.device(device_type))  # what no other option mends comes first
+    require_honoured(config)
     training = in_one_process(config).training
     groups = _groups(arguments, config)
     found = parse_run_config(
@@ -97,6 +98,10 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     yield (degrees.data_parallel_shard_degree > 1,
            f"--parallelism.data_parallel_shard_degree {degrees.data_parallel_shard_degree} (FSDP)",
            "pipelines, as --parallelism.data_parallel_replicate_degree")
+    heads = _heads(config)
+    yield (heads % max(1, degrees.tensor_parallel_degree) > 0,
+           f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree}",
+           f"a divisor of the model's {heads} heads of keys and values")
     for name in ("context_parallel_degree", "expert_parallel_degree"):
         yield getattr(degrees, name) > 1, f"--parallelism.{name} {getattr(degrees, name)}", "1"
     yield training.enable_cpu_offload, "--training.enable_cpu_offload", "it without"
@@ -127,6 +132,12 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
         yield bool(other), f"{other} of the optimizer", f"of its options only {', '.join(sorted(_OPTIONS))}"
 
 
+def _heads(config: Trainer.Config) -> int:
+    """Of keys and values, which ranks of a worker share; 0: the model is no decoder with attention."""
+    attention: Any = getattr(config.model_spec and config.model_spec.model, "first_attention", None)
+    return getattr(attention, "n_kv_heads", None) or getattr(attention, "n_heads", None) or 0
+
+
 def differences(config: Trainer.Config) -> Iterator[str]:
     """What a run does in its own way, a line each."""
     checkpoint = config.checkpoint
@@ -143,7 +154,10 @@ def differences(config: Trainer.Config) -> Iterator[str]:
                if getattr(config.parallelism, name) != getattr(ParallelismConfig(), name)]
     if planned:
         yield f"schedules and the layers of stages are planned: {', '.join(planned)} does not count"
+    if config.compile.enable and "loss" in config.compile.components:
+        yield "the loss is not compiled: of --compile.components only model counts"
     for option, given in {"--profiler.enable_profiling": config.profiler.enable_profiling,
+                          "--profiler.enable_memory_snapshot": config.profiler.enable_memory_snapshot,
                           "--debug.deterministic": config.debug.deterministic,
                           "--debug.detect_anomaly": config.debug.detect_anomaly}.items():
         if given:

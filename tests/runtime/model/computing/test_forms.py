@@ -95,6 +95,8 @@ def test_losses_and_builds() -> None:
     assert len(forms(model, config())) == 4
     model.build = lambda layer: broken()  # type: ignore[method-assign]
     assert refusal(model) == "layer 0 cannot be built: RuntimeError: first"
+    with pytest.raises(ConfigError, match=r"^model\.torchtitan is 'llama3/8B': layer 0 cannot be built"):
+        forms(model, parse_run_config({"context": 8, "torchtitan": "llama3/8B"}, {"batch": 2}))
     model.build = lambda layer: 3  # type: ignore[method-assign]
     assert refusal(model) == "layer 0 is int; expected a torch.nn.Module"
 
