@@ -173,6 +173,7 @@ class EventLoop:
             failed = True
             raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected
         finally:
+            gc.unfreeze()
             loop.remove_reader(descriptor)
             server.close()
             if not failed:

@@ -209,7 +209,10 @@ def main() -> None:
 
     worker.warm_up()
     gc.freeze()  # else the collector would write to, and so copy, all that the processes share
-    _Server().serve()
+    try:
+        _Server().serve()
+    finally:
+        gc.unfreeze()  # else libraries complain at exit of what has not been collected
 
 
 if __name__ == "__main__":
