@@ -1,5 +1,6 @@
 """`import slipstream`: the public names do what they say, and importing them costs no more than is asked for."""
 
+import gc
 import subprocess
 import sys
 
@@ -33,7 +34,9 @@ def test_what_cannot_be_planned(failed, error, job):
 
 def test_a_job_is_trained_by_the_schedule_that_is_given(job, tmp_path):
     first = slipstream.plan(job, failed=["1.0"], options=slipstream.PlanOptions(steps=1000)).schedule
+    frozen = gc.get_freeze_count()
     result = slipstream.train(job, out=tmp_path / "run", schedule=first, iterations=3)
+    assert gc.get_freeze_count() == frozen  # libraries complain at exit of what is not collected
     assert len(result.losses) == 3
     assert slipstream.read(tmp_path / "run" / "schedule.json") == first
 
