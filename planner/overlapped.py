@@ -123,9 +123,10 @@ def has_layers(job: Job) -> bool:
 
 
 def reductions_of_layers(job: Job, tick: Fraction) -> tuple[int, ...]:
-    """[layer] the whole ticks of so many seconds that its reduction takes by itself."""
+    """[layer] the whole ticks of so many seconds that its reduction takes by itself; a tick may be a rounded float."""
     seconds = _Reductions(job)
-    return tuple(int(seconds.of((layer, layer + 1)) / tick) for layer in range(len(layer_costs(job).forward)))
+    return tuple(floor(seconds.of((layer, layer + 1)) / tick + Fraction(ROUNDED))
+                 for layer in range(len(layer_costs(job).forward)))
 
 
 def least_of_columns(grid: Grid, ticks: Sequence[int]) -> tuple[int, ...]:

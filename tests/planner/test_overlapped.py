@@ -130,6 +130,13 @@ def test_single_layers_are_reduced_also_where_all_times_are_round(memory):
     assert schedule.status == "optimal" and proven_bound(schedule).ticks == schedule.lower_bound_ticks
 
 
+def test_what_remains_is_proven_where_a_tick_is_no_float():
+    """A layer is reduced in a 600th of a second: one tick, which as a float is longer."""
+    text = JOB.replace(" = 4\n", " = 0.005\n").replace("[4, 4]", "[3, 3]").replace("optimizer = 1", "optimizer = 0.005")
+    schedule = planned(parse_job(text.replace("microbatches = 0.005", "microbatches = 4")))
+    assert proven_bound(schedule).ticks >= schedule.lower_bound_ticks > 0
+
+
 def test_without_layers_a_stage_is_reduced_as_a_whole():
     text = JOB.replace("[placement]\nlayers = [4, 4]\n", "")
     none = planned(without_reductions(parse_job(text)))
