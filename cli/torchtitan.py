@@ -91,9 +91,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     def train(self) -> None:
         """Go on from torchtitan's checkpoint, or the run's own where that is newer, until all steps are done."""
         own, steps = self.own, self.config.training.steps
-        self.checkpointer.load(step=self.config.checkpoint.load_step)
-        saved, loaded = own.folder / CHECKPOINTS, self.step
+        saved = own.folder / CHECKPOINTS
         begun = latest(saved, identity_of(own.config, _layers(own.config)))
+        asked = self.config.checkpoint.load_step
+        if begun is None or asked != -1 or begun.iteration < _newest(self.config):
+            self.checkpointer.load(step=asked)  # one of the model alone cannot be gone on from: torchtitan refuses it
+        loaded = self.step
         if begun is None or begun.iteration < self.step:
             begun = begin(self, own.config, saved)
         else:
@@ -146,6 +149,14 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         self.metrics_processor.ntokens_since_last_log += tokens / devices  # it shows what each of them does
         self.step = max(self.step, steps)
         return new > 0
+
+
+def _newest(config: Trainer.Config) -> int:
+    """The step of torchtitan's last checkpoint; -1: there is none."""
+    if not config.checkpoint.enable:
+        return -1
+    names = [path.name for path in (Path(config.dump_folder) / config.checkpoint.folder).glob("step-*")]
+    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=-1)
 
 
 def _layers(config: RunConfig) -> int:

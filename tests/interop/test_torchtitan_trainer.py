@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,6 +241,27 @@ def test_what_torchtitan_does_not_take_is_said_in_one_line(tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream:")]
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert "Unrecognized options: --training.stepz, 3" in said[0]
+
+
+@installed
+@pytest.mark.parametrize(("theirs", "asked", "read"), [(6, -1, []), (8, -1, [-1]), (None, -1, []), (6, 4, [4])])
+def test_torchtitans_checkpoint_is_read_where_it_is_newer_than_the_runs_own(tmp_path, monkeypatch, theirs, asked, read):
+    """Its last one has the model alone by default, which it cannot go on from. The run's own is of step 6."""
+    from slipstream.cli import torchtitan
+
+    for name, found in {"latest": SimpleNamespace(iteration=6, path=tmp_path), "identity_of": None, "_layers": 8,
+                        "read_state": None}.items():
+        monkeypatch.setattr(torchtitan, name, lambda *_, found=found: found)
+    if theirs is not None:
+        (tmp_path / "checkpoint" / f"step-{theirs}").mkdir(parents=True)
+    calls = []
+    torchtitan.SlipstreamTrainer.train(SimpleNamespace(
+        own=SimpleNamespace(folder=tmp_path, config=None), step=0, _count=lambda steps: True,
+        metrics_processor=SimpleNamespace(), checkpointer=SimpleNamespace(
+            load=lambda step: calls.append(step), save=lambda step, last_step: None),
+        config=SimpleNamespace(training=SimpleNamespace(steps=6), dump_folder=str(tmp_path), checkpoint=SimpleNamespace(
+            enable=True, folder="checkpoint", load_step=asked, last_save_model_only=True))))
+    assert calls == read
 
 
 PLANS_ON = """
