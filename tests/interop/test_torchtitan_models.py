@@ -187,12 +187,13 @@ def test_a_checkpoint_of_other_layers_is_not_exported(tmp_path):
 @installed
 @pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
 def test_workers_of_two_ranks_have_the_numbers_of_one_process(tmp_path, name):
-    job = grid(2, 2, 2)
-    result = run(schedule_for(job), config(name, clip_norm=1.0, tensor_parallel=2), out=tmp_path / "run",
+    """By SGD: Adam divides gradients by their own size, and with those that are nearly nothing also their rounding."""
+    job, training = grid(2, 2, 2), {"clip_norm": 1.0, "optimizer": "sgd"}
+    result = run(schedule_for(job), config(name, tensor_parallel=2, **training), out=tmp_path / "run",
                  resilience=Resilience(scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
                                        injections=(Injection(Worker(1, 1), 3, 1),)))
     assert len(result.recoveries) == 1
-    assert_same(result, judge(config(name, clip_norm=1.0), (2, 2), 6), 1e-9)
+    assert_same(result, judge(config(name, **training), (2, 2), 6), 1e-9)
 
 
 OTHERS = """
