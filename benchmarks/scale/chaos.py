@@ -271,9 +271,7 @@ class World:
         """A worker has lost node 0: it was given up, or node 0 is gone."""
         if self.live.get(fake.worker) is not fake:
             return
-        if self.loop._serves is not None and not fake.epoch:
-            self.dies(fake.worker)  # it was not let in: node 0 has not heard of the end of the process before it
-        elif self.loop._serves is not None:
+        if self.loop._serves is not None:
             self.given_up(fake, "was cut off")
         elif fake.stepped is None:
             self.start(fake.worker, 0, Known(0, (), -1, (), None, False))  # it had nothing: as good as new

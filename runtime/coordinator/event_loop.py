@@ -348,8 +348,9 @@ class EventLoop:
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
             case JoinNode():
-                self._agents.admit(connection, message, restarted=self.state.order > 0
-                                   or isinstance(self.state.phase, Rejoining))
+                if self._agents.admit(connection, message, restarted=self.state.order > 0
+                                      or isinstance(self.state.phase, Rejoining)):
+                    self._node_gone(message.node)  # what is left of its last workers: new ones would be refused
             case Leaving() if message.worker in self._agents.speaks_for(connection):
                 self._happens(message)
             case Ended() if message.worker in self._agents.speaks_for(connection):
@@ -368,9 +369,12 @@ class EventLoop:
             if self._workers.disconnected(connection):
                 self._happens(Disconnected(peer))
         elif peer is not None and self._agents.disconnected(connection):
-            for worker in self.processes.workers_of(peer):
-                self._reports.forget(worker)  # also what ranks of one have said that is not ready yet
-            self._workers.node_gone(peer)
+            self._node_gone(peer)
+
+    def _node_gone(self, node: int) -> None:
+        for worker in self.processes.workers_of(node):
+            self._reports.forget(worker)  # also what ranks of one have said that is not ready yet
+        self._workers.node_gone(node)
 
     def _read_ends(self) -> None:
         try:

@@ -44,8 +44,9 @@ class NodeAgents:
             return ()
         return self._processes.workers_of(node)
 
-    def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> None:
-        """Have a node start its workers: those of one that is started again come in as any that return.
+    def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
+        """Have a node start its workers: those of one that is started again come in as any that return. Whether it
+        does.
 
         One that has followed another coordinator keeps those that live. A node that is there already, or has not been
         missed yet, is told to ask again.
@@ -56,12 +57,12 @@ class NodeAgents:
             why = "its connection had ended" if join.epoch == setup.epoch else "it has followed another one"
             connection.send(frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
             connection.close()
-            return
+            return False
         before = self._connections.get(node)
         if before is not None and not self._is_missed(node):
             connection.send(frame(NodeTaken()))
             connection.close()
-            return
+            return False
         if known:
             self._connections[node] = connection
             if before is not None:
@@ -74,6 +75,7 @@ class NodeAgents:
             tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
             self._run.config, setup.first_iteration, restarted=restarted,
             epoch=setup.epoch)))
+        return known and not join.epoch
 
     def disconnected(self, connection: Connection) -> bool:
         """A connection has ended; whether it was that of a node which is gone with it."""

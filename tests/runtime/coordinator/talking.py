@@ -17,6 +17,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Finished,
     Heartbeat,
+    JoinNode,
     JoinWorker,
     Paused,
     Ran,
@@ -157,17 +158,24 @@ class World:
                 forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
                 options=RunOptions(notify=self.told.append)),
             CommitLog(), self._losses, self.processes, EventLog(out))
-        self.talkers, self.address = {}, None
+        self.talkers, self.address, self.agent = {}, None, None
 
     @property
     def log(self):
         return self.events.state.log
 
-    def play(self, script=None, stops_before=99):
+    def play(self, script=None, stops_before=99, *, agent=False):
+        """With `agent`, that of node 1 joins before its worker, as all do."""
+        async def live(talker):
+            if agent and talker.worker == WORKERS[1]:
+                self.agent = await talk(self.address, JoinNode(1))
+                await self.agent.reader.read(2**16)
+            await talker.live()
+
         async def run():
             listener, self.address = listen()
             self.talkers = {worker: Talker(worker, self.address, stops_before) for worker in WORKERS}
-            others = [asyncio.create_task(talker.live()) for talker in self.talkers.values()]
+            others = [asyncio.create_task(live(talker)) for talker in self.talkers.values()]
             if script is not None:
                 others.append(asyncio.create_task(script(self)))
             try:

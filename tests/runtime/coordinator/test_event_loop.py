@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator import boundary, stall_watch
 from slipstream.runtime.coordinator.worker_connections import LOOKS_PER_TIMEOUT
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.protocol import to_node_agent
+from slipstream.runtime.protocol import to_node_agent, to_worker
+from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Failed,
@@ -106,13 +107,31 @@ def test_a_silent_worker_is_given_up_and_killed(tmp_path):
 def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        agent = await talk(world.address, JoinNode(1))
-        await asyncio.sleep(0.05)
-        agent.writer.close()
+        world.agent.writer.close()
 
     setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
     with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
-        World(tmp_path, setup=setup).play(script, stops_before=2)
+        World(tmp_path, setup=setup).play(script, stops_before=2, agent=True)
+
+
+def test_an_agent_that_joins_anew_ends_what_is_left_of_its_nodes_workers(tmp_path):
+    """Their machine was lost without a word, its launcher, too, when there was another node 0. Else their new processes
+    would be refused until the system gives up the old connections."""
+    async def script(world):
+        for talker in world.talkers.values():
+            await talker.stopped.wait()
+        world.agent = await talk(world.address, JoinNode(1))
+        await world.agent.reader.read(2**16)
+        world.new = await talk(world.address, JoinWorker(WORKERS[1]))
+        (answer,) = world.new.frames.feed(await world.new.reader.read(2**16))
+        assert isinstance(to_worker.decode(answer), Setup)
+
+    setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
+    world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))), setup=setup)
+    world.play(script, stops_before=2)
+    (recovery,) = world.events.state.recovery.recoveries
+    assert recovery.dead == (WORKERS[1],) and recovery.reasons == ("worker 1.0 is gone with node 1",)
+    assert world.log.losses == [3.0] * 2 + [2.0] * 2
 
 
 def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tmp_path):
@@ -120,8 +139,7 @@ def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tm
     async def script(world):
         reports = world.events._reports
         await until(lambda: len(reports.incomplete) == 3)  # the first ranks of all are ready, and no other
-        agent = await talk(world.address, JoinNode(1))
-        agent.writer.close()
+        world.agent.writer.close()
         await until(lambda: len(reports.incomplete) == 2)
         world.kept = [await talk(world.address, JoinNode(1)), await talk(
             world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
@@ -129,24 +147,21 @@ def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tm
     world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=2)
     with pytest.raises(RunError, match=r"^waited 2 s in vain for worker 0\.0 of node 0, worker 2\.0 of node 0 and "
                        r"worker 1\.0 of node 1; "):
-        world.play(script)
+        world.play(script, agent=True)
 
 
 def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        world.agents = []
-        for _ in range(2):
-            world.agents.append(await talk(world.address, JoinNode(1)))
-            await asyncio.sleep(0.05)
-        world.agents[1].say(Ended(WORKERS[1], 1))
-        (answer,) = world.agents[1].frames.feed(await world.agents[1].reader.read())
+        second = await talk(world.address, JoinNode(1))
+        second.say(Ended(WORKERS[1], 1))
+        (answer,) = second.frames.feed(await second.reader.read())
         assert to_node_agent.decode(answer) == NodeTaken()
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2))
-    world.play(script, stops_before=2)
+    world.play(script, stops_before=2, agent=True)
     assert world.log.losses == [3.0] * 4
 
 
