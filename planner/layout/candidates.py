@@ -265,6 +265,7 @@ def _moved(problem: Problem, largest_fine: float, params: LayoutParams) -> Itera
     if fits(params.few_parts):
         yield recut(separate=True, parts=params.few_parts)
         yield recut(spread=False, parts=params.few_parts)
+    yield recut(staggered=True)
     if fits(params.parts):
         yield recut(separate=True, parts=params.parts)
     if fits(params.finest_parts, params.largest_finest):
@@ -287,12 +288,12 @@ def _require_layers(problem: Problem) -> None:
 
 
 def _recut(problem: Problem, *, floating: bool = True, spread: bool = True, anywhere: bool = False,
-           separate: bool = False, anew: bool = False, parts: int = 0,
+           separate: bool = False, anew: bool = False, staggered: bool = False, parts: int = 0,
            params: LayoutParams = DEFAULTS.layouts) -> Layout | None:
     """The layout with the least longest load on replicas; `parts`: of `finer_slices`."""
     replicas = replicas_of(problem, anew=anew)
     found = Divider(problem, replicas, floating=floating, spread=spread, anywhere=anywhere, separate=separate,
-                    params=params).least()
+                    staggered=staggered, params=params).least()
     if found is None:
         return None
     where = " anywhere" if anywhere else " separately" if separate else ""

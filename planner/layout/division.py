@@ -70,14 +70,16 @@ def fill_idle(problem: Problem, worker: Worker, hops: int) -> Callable[[int, int
 
 
 def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
-        floating: bool = True) -> list[Workload] | None:
+        floating: bool = True, staggered: bool = False) -> list[Workload] | None:
     """Workloads of at most `limit` ticks that cover counts[layer] tasks of every layer; None if workers are too few.
 
     A workload's ticks are its load and what its worker idles at least by lack of memory (`fill_idle`). From the first
-    worker on, each takes as many tasks as fit. Not `floating`: only whole layers.
+    worker on, each takes as many tasks as fit. Not `floating`: only whole layers. `staggered`: a worker also loses the
+    time between the reductions of the first and the last stage that it has layers of, as between their first F.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.sums, problem.costs.work
+    stages = [layers for layers, _ in problem.paths[0]] if staggered else []
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
         idle = fill_idle(problem, worker, len(workers) - 1 - position)
@@ -93,6 +95,8 @@ def cut(problem: Problem, workers: Sequence[Worker], counts: Sequence[int], limi
             if sums.weights[end] - sums.weights[first] + sums.most[end] - sums.most[first] > room:
                 break
             beside = idle(first, end, counts[layer]) + sums.closing[end] - sums.closing[first]
+            beside += sum(sums.forward[high] - sums.forward[low] + problem.times.transfer for low, high in stages
+                          if first < high <= layer)
             ticks, free = work[layer] * slow, (limit - beside) * 1000 - load
             taken = left if left * ticks <= free or not ticks else max(0, free // ticks)
             if not taken or not (floating or taken == left):
@@ -154,13 +158,13 @@ class Divider:
     """Divides the work of a problem over given replicas, for a given longest load."""
 
     def __init__(self, problem: Problem, replicas: Sequence[Replica], *, floating: bool = True,
-                 spread: bool = True, anywhere: bool = False, separate: bool = False,
+                 spread: bool = True, anywhere: bool = False, separate: bool = False, staggered: bool = False,
                  params: LayoutParams = DEFAULTS.layouts) -> None:
         """`floating`: two neighbours may hold one layer; `spread`: a micro-batch may visit several replicas;
-        `anywhere`: and come back to one; `separate`: few of its own."""
+        `anywhere`: and come back to one; `separate`: few of its own; `staggered`: see `cut`."""
         self._problem, self._replicas, self._params = problem, tuple(replicas), params
         self._spread, self._anywhere, self._separate = spread, anywhere, separate
-        self._cut = partial(cut, floating=floating)
+        self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(replica) for replica in replicas]
         self._known: dict[tuple[object, int], int] = {}
 

@@ -160,6 +160,16 @@ def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(mo
     assert counts[0] <= 7 < counts[1], "ten, if each had the same share"
 
 
+def test_who_has_layers_of_many_stages_runs_fewer_micro_batches():
+    """The last worker of a pipeline has all four stages: it is done with the first when the others reduce that. Cut as
+    if it could go on meanwhile, every layout ends at 281."""
+    job = grid(8, 4, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
+               more="[memory]\ncapacity = 8\n")
+    failed = [Worker(0, stage) for stage in (1, 2, 3)]
+    schedule = plan_only(PlanOptions(layers="move", steps=20_000), job, failed).schedule
+    assert schedule.period_ticks <= 277
+
+
 def test_stages_that_are_uneven_are_cut_anew_with_all_workers_alive():
     """The last stage has a head beside its layers: each micro-batch takes it 4.2 s, the others 3 s."""
     stages = [1.0, 1.0, 1.0, 1.4]
