@@ -20,11 +20,11 @@ from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.model import assemble
-from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.bounds import lower_bound, work_bound
 from slipstream.planner.model.decompose import Piece, decompose
 from slipstream.planner.model.from_job import layered_problem, tick_of
-from slipstream.planner.model.problem import Problem, Solution
+from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
@@ -92,7 +92,7 @@ class Periods:
         solution = one_f_one_b(problem)
         if self._overlaps:
             return self._overlapped(problem, solution)
-        return solution_period(problem, solution) * problem.tick_seconds
+        return solution_period(solution) * problem.tick_seconds
 
     def _shortest(self, down: Counts, options: PlanOptions, solver: Callable[[Problem], Pieces]) -> tuple[float, bool]:
         best = math.inf

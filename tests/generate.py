@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.model.problem import Bound, Problem, Solution
+from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.model.start_times import earliest, solution_period
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 from slipstream.schedules.graph import Collective, Node, arcs
@@ -69,7 +69,7 @@ def schedules(draw, **limits) -> Schedule:
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
     rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
     solution = list_schedule(problem, rule)
-    bound = Bound(solution_period(problem, solution), problem.scope) if draw(st.booleans()) else None
+    bound = Bound(solution_period(solution), problem.scope) if draw(st.booleans()) else None
     return build_schedule(problem, solution, bound=bound, method="greedy")
 
 

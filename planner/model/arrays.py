@@ -6,17 +6,18 @@ it waits for and workers run theirs in that order; memory on a worker changes on
 depends on the order alone, and start times may be chosen freely once an order is known to fit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.planner.model.problem import MicroBatch, Problem, Solution, Unit
+from slipstream.planner.model.problem import MicroBatch, Problem, Unit
 from slipstream.schedules.precedence import RULES, OpKey
-from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.schedule import Worker
 
 if TYPE_CHECKING:
     from slipstream.planner.kernel import Arcs, Ops, Reductions
@@ -90,26 +91,41 @@ class ProblemArrays:
                  for pair in pairs.tolist()]
         return ints(costs)[inverse].ravel()
 
-    def starts(self, solution: Solution) -> Ints:
-        """[op] start ticks of a solution with the same assignment."""
-        kinds = self.problem.kinds
-        return ints([solution.starts[kind, *unit] for unit in self.units for kind in kinds])
+    def solution(self, order: Ints, start: Ints) -> "Solution":
+        """The solution with these start ticks. Those that share an instant keep their places in the order."""
+        return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
-    def order(self, solution: Solution) -> Ints:
-        """The order of a solution with the same assignment."""
-        codes = {(kind, *unit): number * self.ops.kinds + index for number, unit in enumerate(self.units)
-                 for index, kind in enumerate(self.problem.kinds)}
-        order, start = ints([codes[key] for key in solution.starts]), self.starts(solution)
-        return order[np.lexsort(((start + self.ops.duration)[order], start[order]))]
+    def solved(self, starts: Mapping[OpKey, int]) -> "Solution":
+        """The same with start ticks by op; those that share an instant run in the order of the mapping."""
+        codes = {key: op for op, key in enumerate(self.keys())}
+        return self.solution(ints([codes[key] for key in starts]), ints([starts[key] for key in codes]))
 
-    def solution(self, order: Ints, start: Ints) -> Solution:
-        """The solution with these start ticks, its ops in this order."""
-        kinds: tuple[OpKind, ...] = self.problem.kinds
-        starts: dict[OpKey, int] = {}
-        for op, begin in zip(order.tolist(), start[order].tolist(), strict=True):
-            unit, kind = divmod(op, self.ops.kinds)
-            starts[kinds[kind], *self.units[unit]] = begin
-        return Solution(hosts=self.hosts, starts=starts)
+    def keys(self) -> Iterator[OpKey]:
+        """What each op computes."""
+        return ((kind, *unit) for unit in self.units for kind in self.problem.kinds)
+
+
+class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """What a scheduler decides: hosts and start times of the compute ops. All-reduces and optimizer steps follow from
+    them (`assemble`)."""
+
+    arrays: ProblemArrays
+    """The problem, with hosts."""
+    order: Ints
+    """All ops as they start. Those without duration may share an instant: they run in this order."""
+    start: Ints
+    """[op] its start tick"""
+
+    @property
+    def hosts(self) -> Mapping[Unit, Worker]:
+        """The worker that runs each unit."""
+        return self.arrays.hosts
+
+    @cached_property
+    def starts(self) -> Mapping[OpKey, int]:
+        """The start tick of each compute op, in their order."""
+        keys, start = list(self.arrays.keys()), self.start.tolist()
+        return {keys[op]: start[op] for op in self.order.tolist()}
 
 
 def reductions_of(problem: Problem) -> "Reductions":

@@ -8,9 +8,9 @@ import numpy as np
 
 from slipstream.planner.job.layers import ratio
 from slipstream.planner.model import start_times
-from slipstream.planner.model.arrays import Ints, ProblemArrays
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution
 from slipstream.planner.model.decompose import Piece, undivided
-from slipstream.planner.model.problem import Bound, MicroBatch, Problem, Solution
+from slipstream.planner.model.problem import Bound, MicroBatch, Problem
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
@@ -41,11 +41,8 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
     longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
-    timed = []
-    for piece, solution in solved:
-        arrays = ProblemArrays(piece.problem, solution.hosts)
-        timed.append(TimedPiece(piece=piece, arrays=arrays, order=arrays.order(solution),
-                                start=arrays.starts(solution)))
+    timed = [TimedPiece(piece=piece, arrays=solution.arrays, order=solution.order, start=solution.start)
+             for piece, solution in solved]
     if len(timed) == 1 or problem.optimizer == "synchronous":
         return [one.shifted(one.start.min()) for one in timed]
     choices: list[Sequence[int]] = [deadlines] if deadlines else []

@@ -10,7 +10,6 @@ import msgspec
 
 from slipstream.schedules.graph import joined
 from slipstream.schedules.layers import LayerRange, total, totals
-from slipstream.schedules.precedence import OpKey
 from slipstream.schedules.schedule import (
     BackwardMode,
     Grid,
@@ -580,18 +579,3 @@ def parts_of(problem: Problem) -> Iterator[Part]:
         if not holders:
             raise LookupError(f"no live worker holds layer {first}")
         yield Part((first, end), holders)
-
-
-# --- What a scheduler decides -----------------------------------------------------------------------------------------
-
-
-class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts and start times of the compute ops. All-reduces and optimizer steps follow from them (`assemble`)."""
-
-    hosts: Mapping[Unit, Worker]
-    """The worker that runs each unit."""
-    starts: Mapping[OpKey, int]
-    """Start tick of each compute op (kind, slice, pipeline, microbatch).
-
-    Ops without duration may share an instant: they then run in the order of this mapping.
-    """

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.planner.loops import loops
-from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
-from slipstream.planner.model.problem import Problem, Solution
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints
 
 NEVER = -2**60
 """Before all ticks."""
@@ -164,7 +163,6 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     return _period(arrays, free, ends), start
 
 
-def solution_period(problem: Problem, solution: Solution) -> int:
+def solution_period(solution: Solution) -> int:
     """The period in ticks that a solution gives."""
-    arrays = ProblemArrays(problem, solution.hosts)
-    return period(arrays, arrays.starts(solution))
+    return period(solution.arrays, solution.start)

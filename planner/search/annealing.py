@@ -37,8 +37,8 @@ from slipstream.planner.kernel import (
     set_deadlines,
     time,
 )
-from slipstream.planner.model.arrays import Ints, ProblemArrays, ints, padded
-from slipstream.planner.model.problem import Problem, Solution
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints, padded
+from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import NEVER, ends_before_last, group_ends, solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams
 from slipstream.planner.search.incumbent import Incumbent
@@ -181,7 +181,7 @@ class AnnealingChain:
                  params: AnnealingParams = DEFAULTS.annealing) -> None:
         self._problem, self._params = problem, params
         self._arrays = ProblemArrays(problem, solution.hosts)
-        self._chain = make_chain(self._arrays, self._arrays.order(solution), seed)
+        self._chain = make_chain(self._arrays, solution.order, seed)
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
@@ -202,7 +202,7 @@ class AnnealingChain:
         """As the plan keeps them; synchronous: so that all windows end together, at 0."""
         chain = self._chain
         if self._problem.interleaved:
-            ends = group_ends((self._arrays, self._arrays.starts(solution)))
+            ends = group_ends((self._arrays, solution.start))
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
             keep_ends(chain.instance, chain.state)
             return
@@ -213,8 +213,7 @@ class AnnealingChain:
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
         if self._problem.linking:
-            chain.state.deadline[:] = ends_before_last(
-                self._arrays, group_ends((self._arrays, self._arrays.starts(solution))))
+            chain.state.deadline[:] = ends_before_last(self._arrays, group_ends((self._arrays, solution.start)))
 
     def _begin(self) -> None:
         """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
@@ -543,7 +542,7 @@ class _Pieces:
         deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
         solutions = [piece.best.solution() for piece in self._pieces]
-        periods = [solution_period(piece.problem, solution)
+        periods = [solution_period(solution)
                    for piece, solution in zip(self._known.pieces, solutions, strict=True)]
         return msgspec.structs.replace(
             self._known.with_solutions(solutions, periods, deadlines), cycles=last.cycles,

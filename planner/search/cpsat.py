@@ -8,7 +8,8 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.model.problem import Problem, Solution, Unit
+from slipstream.planner.model.arrays import ProblemArrays, Solution
+from slipstream.planner.model.problem import Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
 from slipstream.schedules.precedence import OpKey, waits
@@ -223,7 +224,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
     the cores for different entries.)
     """
-    before = solution_period(problem, hint)
+    before = solution_period(hint)
     model, variables = _model(problem, lower_bound, before)
     _give_hint(model, problem, variables, hint, before)
     solver, status = _solve(model, variables, budget, params, _OnSolution(progress))
@@ -232,7 +233,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
     found = _read(problem, variables, solver)
-    after = solution_period(problem, found)
+    after = solution_period(found)
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
     return found, after, min(bound, after)
@@ -322,7 +323,7 @@ def _read(problem: Problem, variables: Variables, solver: cp_model.CpSolver) -> 
         hosts[unit] = choices[0]
     starts = {key: solver.value(variable) for key, variable in variables.start.items()}
     order = sorted(starts, key=lambda key: _flow(problem, key, starts))
-    return Solution(hosts=hosts, starts={key: starts[key] for key in order})
+    return ProblemArrays(problem, hosts).solved({key: starts[key] for key in order})
 
 
 def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:

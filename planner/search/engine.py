@@ -15,9 +15,10 @@ import msgspec
 
 from slipstream.planner.budget import LAYOUT_STEPS, Budget, End
 from slipstream.planner.loops import plain
+from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose, undivided
-from slipstream.planner.model.problem import Bound, NoPlanError, Problem, Solution
+from slipstream.planner.model.problem import Bound, NoPlanError, Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.incumbent import (
     Incumbent,

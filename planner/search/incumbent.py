@@ -7,9 +7,10 @@ import msgspec
 
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model import assemble
+from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose
-from slipstream.planner.model.problem import Bound, Problem, Solution
+from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, PieceParams, SearchParams
 from slipstream.planner.search.list_search import search
 from slipstream.schedules.schedule import Scope

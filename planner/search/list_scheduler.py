@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.planner.loops import loops
-from slipstream.planner.model.arrays import Ints, ProblemArrays, ints
+from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
-from slipstream.planner.model.problem import UNLIMITED, Problem, Solution, Unit, evenly
+from slipstream.planner.model.problem import UNLIMITED, Problem, Unit, evenly
 from slipstream.planner.model.start_times import timed
 from slipstream.schedules.schedule import OpKind, Worker
 

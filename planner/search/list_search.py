@@ -18,9 +18,9 @@ from slipstream.planner.budget import (
     SCHEDULER_STEPS_PER_OP,
     Budget,
 )
-from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.bounds import whole_fill
-from slipstream.planner.model.problem import Problem, Solution
+from slipstream.planner.model.problem import Problem
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, ListParams
 from slipstream.planner.search.list_scheduler import (
@@ -203,7 +203,7 @@ class _Best:
 
     def offer_solution(self, solution: Solution) -> None:
         """Take a plan made elsewhere if it is better."""
-        self._take(solution_period(self.problem, solution), lambda: solution)
+        self._take(solution_period(solution), lambda: solution)
 
     @property
     def spent(self) -> float:

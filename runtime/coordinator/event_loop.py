@@ -30,7 +30,7 @@ from slipstream.runtime.coordinator.questions import Question
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_state import Gathering, Left, Training, begun
+from slipstream.runtime.coordinator.run_state import Gathering, Left, RunState, Training, begun
 from slipstream.runtime.coordinator.server import Connection, Server, serve
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.speed_planning import SpeedQuestion
@@ -174,6 +174,7 @@ class EventLoop:
             raise CoordinatorFailedError(f"{type(unexpected).__name__}: {first_line(unexpected)}") from unexpected
         finally:
             gc.unfreeze()
+            gc.enable()
             loop.remove_reader(descriptor)
             server.close()
             if not failed:
@@ -208,6 +209,7 @@ class EventLoop:
             self._stall.progressed()
         if self.state.order == 1 > before.order:
             gc.freeze()  # connections and modules stay: the collector need not look at them again and again
+        (gc.disable if _is_waited_for(self.state) else gc.enable)()
         if self._ahead is not None and self.state.order > before.order and isinstance(self.state.phase, Training):
             self._ahead.look(self.state.current)
 
@@ -397,6 +399,12 @@ class EventLoop:
             injections = self._run.resilience.injections
             failed = [at for index, at in self._injected.items() if injections[index].worker == worker]
             self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
+
+
+def _is_waited_for(state: RunState) -> bool:
+    """Whether workers wait for an order, or one that lets others join is near: then nobody looks for garbage, which
+    takes a third of the time that the order of 4,096 workers takes."""
+    return not isinstance(state.phase, Training) or state.phase.ended or state.joins.current is not None
 
 
 def _divided(run: Run, schedule: Schedule, alike: Alike | None = None) -> Parts:

@@ -43,7 +43,7 @@ def test_list_schedules_keep_every_rule(data, job, modes, order, lookahead, assi
     for starts in (early, start):
         plan = arrays.solution(sequence, starts)
         assert check(build_schedule(problem, plan, bound=bound, method="greedy")) == []
-        assert bound.ticks <= solution_period(problem, plan) == period(arrays, starts)
+        assert bound.ticks <= solution_period(plan) == period(arrays, starts)
     assert best == period(arrays, start) <= period(arrays, early)
 
 

@@ -80,7 +80,7 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
         period, solution = listed(problem, assignment, data.draw(rules(problem)))
     optimum = optimal_period(problem)
     assert check(build_schedule(problem, solution, bound=Bound(optimum, problem.scope), method="greedy")) == []
-    assert period == solution_period(problem, solution) >= optimum
+    assert period == solution_period(solution) >= optimum
 
 
 @pytest.mark.parametrize(("places", "turn"), [(-3.5, 7), (-1.5, 5), (0.5, 4), (2.5, 2)])

@@ -71,7 +71,7 @@ def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
 
     def found(steps, seed=0):
         solution, period = search(problem, 1, Budget.of_steps(40_000_000, seed), steps=steps)
-        assert solution_period(problem, solution) == period
+        assert solution_period(solution) == period
         return period, solution.starts
 
     assert found(0)[0] > found(300)[0] == found(300)[0]

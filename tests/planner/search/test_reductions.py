@@ -124,12 +124,12 @@ def test_annealing_minimises_the_period_that_the_checker_finds(seed, optimizer, 
             continue
         listed = scheduler.solution()
         chain = AnnealingChain(problem, listed, goal=0, seed=seed)
-        assert chain.period <= solution_period(problem, listed)
+        assert chain.period <= solution_period(listed)
         chain.advance(500)
         annealed = chain.solution()
         made = build_schedule(problem, annealed, method="cp-sat")
         assert check(made) == []
-        assert solution_period(problem, annealed) == made.period_ticks
+        assert solution_period(annealed) == made.period_ticks
         found.append((chain.period, made.period_ticks))
     assert found
     if backward == "split":  # fused, a last op may end before its deadline, and reductions come in another order

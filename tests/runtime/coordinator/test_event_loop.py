@@ -73,6 +73,24 @@ def test_once_an_order_has_committed_those_before_it_are_forgotten(tmp_path):
     asyncio.run(until(lambda: world.forgotten == [2]))
 
 
+def test_while_workers_wait_for_an_order_nobody_looks_for_garbage(tmp_path):
+    looks = {}
+
+    def schedule(down):
+        looks["planning"] = gc.isenabled()
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def script(world):
+        await world.talkers[WORKERS[0]].stopped.wait()
+        looks["training"] = gc.isenabled()
+        world.processes.end(WORKERS[0])
+        await until(lambda: world.events.state.order == 2)
+        looks["trains again"] = gc.isenabled()
+
+    World(tmp_path, schedule).play(script, stops_before=2)
+    assert looks == {"training": True, "planning": False, "trains again": True} and gc.isenabled()
+
+
 def test_first_what_a_worker_said_then_that_it_is_gone(tmp_path):
     """Both are there at the same time."""
     async def script(world):
