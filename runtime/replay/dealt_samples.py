@@ -7,7 +7,7 @@ its dropout and its weight in the loss, goes with it to whoever runs it.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ from slipstream.schedules.dealing import (
 from slipstream.schedules.dealing.arrays import COSTS
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
+
+LOOK_SECONDS = 0.02
+"""From one look at whether the order has ended to the next, where an iteration is waited for."""
 
 CostsOf = Callable[[int], object]
 """Of an iteration: `schedules.dealing.Costs`, if they are right."""
@@ -122,13 +125,15 @@ class DealtSamples:
     """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
     A thread of its own computes an iteration while the one before is run. `known`: coefficients that have followed what
-    was measured; else those of the job file.
+    was measured; else those of the job file. Who waits for that thread calls `require` now and then, which raises what
+    shall end the wait: where nothing is compiled yet, each process compiles first, which takes many seconds.
     """
 
     def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,
-                 known: LengthCosts | None = None) -> None:
+                 known: LengthCosts | None = None, require: Callable[[], None] = lambda: None) -> None:
         self._training = training
         self._data = data
+        self._require = require
         self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
                      for index in range(count)]
         self._first = list(accumulate(schedule.grid.microbatches, initial=0))
@@ -198,7 +203,11 @@ class DealtSamples:
     def _dealt(self, iteration: int) -> "_Iteration":
         self.begin(iteration)
         assert self._ahead is not None
-        found = self._ahead[1].result()
+        dealing = self._ahead[1]
+        while not dealing.done():
+            self._require()
+            wait([dealing], LOOK_SECONDS)
+        found = dealing.result()
         self.begin(iteration + 1)
         return found
 

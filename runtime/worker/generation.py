@@ -57,7 +57,8 @@ class Generation:
         self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
                                   activity=self._activity,
                                   samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
-                                                       context.placement, order.costs))
+                                                       context.placement, order.costs,
+                                                       self._session.require))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._training: Training | None = None
@@ -91,12 +92,6 @@ class Generation:
         """The order has ended: `run` stops whatever it waits for."""
         self._ended_at = time.monotonic()
         self._session.abort()
-        if self._context.group is not None:  # the report of one rank is acknowledged only with those of the others
-            self._reports.order_ended()
-
-    def end_without_coordinator(self) -> None:
-        """The coordinator is gone, and with it the order: no report is acknowledged any more."""
-        self.end()
         self._reports.order_ended()
 
     def known(self) -> Known:

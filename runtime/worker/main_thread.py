@@ -166,7 +166,7 @@ class MainThread:
         self._context.layer_receiver.drop(sys.maxsize)
         generation = self._generation
         if generation is not None:
-            generation.end_without_coordinator()
+            generation.end()  # the coordinator is gone, and with it the order
         while time.monotonic() < deadline:
             if self._error is not None:
                 raise self._error

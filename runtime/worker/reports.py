@@ -40,7 +40,7 @@ class Reports:
         self._acknowledged.put(message)
 
     def order_ended(self) -> None:
-        """No report is acknowledged any more."""
+        """No report is waited for any more: it is answered only with those of others, who may be gone."""
         self._acknowledged.put(None)
 
     def report(self, iteration: int, loss: float, steps: Steps, recorder: Recorder, evaluation: float | None) -> None:

@@ -1,5 +1,7 @@
 """Samples that are not alike, dealt to the names of schedules: the numbers are those of one process all the same."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
 from slipstream.runtime.replay.dealt_samples import DealtSamples, costs_digest, first_costs, require_known_costs
+from slipstream.runtime.replay.links import OrderEndedError
 from slipstream.runtime.replay.placement import place
 from slipstream.runtime.run_record import read_run
 from slipstream.schedules.schedule import OpKind, Worker
@@ -49,6 +52,27 @@ def test_an_iteration_has_its_samples_and_most_have_other_names(failed):
         assert [again(name) for name in names] == found
         again.close()
     dealt.close()
+
+
+def test_an_iteration_that_is_being_dealt_is_not_waited_for_once_the_order_has_ended():
+    """That takes long where each process compiles first: nobody could pause after a death."""
+    config, schedule, goes_on = uneven(), schedule_for(WIDE), threading.Event()
+
+    class Slow(Uneven):
+        def costs(self, iteration):
+            goes_on.wait()
+            return super().costs(iteration)
+
+    def over():
+        raise OrderEndedError("the order is over")
+
+    dealt = DealtSamples(schedule, Slow(config), config.training, place(schedule.grid, 4), require=over)
+    try:
+        with pytest.raises(OrderEndedError):
+            dealt(Microbatch(0, 0, 0))
+    finally:
+        goes_on.set()
+        dealt.close()
 
 
 def test_without_costs_or_swaps_each_sample_has_its_own_name():

@@ -5,9 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.runtime.protocol.to_coordinator import Ran
+from slipstream.runtime.replay.links import OrderEndedError
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS, OpenCall
-from slipstream.runtime.worker import generation
+from slipstream.runtime.worker import generation, reports
 from slipstream.runtime.worker.generation import Generation, StuckDeviceError
+from slipstream.runtime.worker.reports import Reports
+from slipstream.schedules.schedule import Worker
 
 THREAD = 1
 """No thread's."""
@@ -41,3 +45,17 @@ def test_it_is_not_left_behind_while_the_device_may_write_what_the_worker_holds(
     with pytest.raises(StuckDeviceError, match="after an abort"):
         stuck.abandon_if_stuck()
     assert not stuck.told
+
+
+def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
+    """Members are acknowledged only with one that runs no micro-batch, which may have died before it has reported."""
+    monkeypatch.setattr(reports, "ANSWER_SECONDS", 0.01)
+    made = Generation.__new__(Generation)
+    made._session, made._context = SimpleNamespace(abort=lambda: None), SimpleNamespace(group=None)
+    made._reports = Reports(SimpleNamespace(
+        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", begins=lambda _: None),
+        context=SimpleNamespace(reporter=SimpleNamespace(gathered=False))))
+    made._reports._open = Ran(Worker(0, 0), 1, 7, 1.0, 0.1)
+    made.end()
+    with pytest.raises(OrderEndedError):
+        made._reports.require_acknowledged()
