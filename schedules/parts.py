@@ -48,7 +48,7 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place in its source's program of the op that makes it, and in its target's of the one that takes it."""
     taken: int
 
-    def named(self, pipelines: Mapping[int, int] | Sequence[int]) -> "Crossing":
+    def named(self, pipelines: Sequence[int]) -> "Crossing":
         """The same with other numbers of pipelines."""
         (before, from_column), (after, to_column) = self.source, self.target
         return Crossing(self.number, self.tensor, self.slice, pipelines[self.pipeline], self.microbatch,
@@ -204,8 +204,9 @@ def _by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
     return found
 
 
-def _crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Crossing]:
-    """All tensors that workers whose roles are in these pipelines exchange, by number.
+def _crossings(schedule: Schedule, pipelines: Sequence[int], named: Mapping[int, int] | None = None) -> list[Crossing]:
+    """All tensors that workers whose roles are in these pipelines exchange, by number; with other numbers of pipelines
+    where these are `named`.
 
     These pipelines share no micro-batch with the rest, and the schedule passes its checks. So its times put ops in an
     order that all can follow; where ops that take no time leave that open, the graph does. In a pipeline by itself each
@@ -218,9 +219,10 @@ def _crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Crossing]:
         order = topological_order(schedule, programs_of(schedule, pipelines))
         early = as_early(schedule, (op for op in order if isinstance(op, Op) and op.kind in COMPUTE_KINDS))
         places = {key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()}
-    found = _numbered(schedule, places, sorted(places, key=places.__getitem__))
+    names = named or range(schedule.grid.pipelines)
+    found = _numbered(schedule, places, sorted(places, key=places.__getitem__), names)
     if not _can_be_followed(found):
-        found = _numbered(schedule, places, _by_graph(schedule, pipelines, places))
+        found = _numbered(schedule, places, _by_graph(schedule, pipelines, places), names)
     return found
 
 
@@ -229,7 +231,7 @@ def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
-    whole = not schedule.slices and schedule.grid.chains == 1
+    whole = bool(schedule.usual_path)
     known: dict[object, list[str]] = {}
     for group in groups(schedule):
         mine = [seat for pipeline in group for seat in seats[pipeline]]
@@ -238,7 +240,7 @@ def _works(schedule: Schedule, keep: Callable[[object], str]) -> Iterator[tuple[
         alike = tuple((place[seat.worker.pipeline], seat.worker.column, place[seat.role.pipeline], seat.role.column,
                        seat.program) for seat in mine)
         if alike not in known:
-            crossings = _by_worker(one.named(place) for one in _crossings(schedule, group))
+            crossings = _by_worker(_crossings(schedule, group, place))
             known[alike] = [keep(Work(
                 tuple(_untimed(op, place) for op in schedule.programs[seat.program]),
                 tuple(crossings[Worker(place[seat.worker.pipeline], seat.worker.column)]),
@@ -293,13 +295,14 @@ Places = Mapping[OpKey, _Made]
 def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
     found: dict[OpKey, _Made] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
+    usual = schedule.usual_path
     for seat in seats:
         own, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
                 pipeline = own if op.pipeline is None else op.pipeline
                 _, slice, _, microbatch = key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
-                path = schedule.path(pipeline, microbatch)
+                path = usual or schedule.path(pipeline, microbatch)
                 way = ways.get((op.kind, slice, path))
                 if way is None:
                     at = path.index(slice)
@@ -320,13 +323,16 @@ def _by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> l
     return list(found)
 
 
-def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
+def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey],
+              names: Mapping[int, int] | Sequence[int]) -> list[Crossing]:
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
+    called: dict[Worker, Worker] = {}
+    usual = schedule.usual_path
     for key in order:
         _, _, made, source = places[key]
         kind, slice, pipeline, microbatch = key
-        path = schedule.path(pipeline, microbatch)
+        path = usual or schedule.path(pipeline, microbatch)
         taking = takers.get((kind, slice, path))
         if taking is None:
             taking = takers[kind, slice, path] = [(taker[0], taker[1], rule.tensor)
@@ -334,8 +340,11 @@ def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> lis
         for what, where, tensor in taking:
             takes = places.get((what, where, pipeline, microbatch))
             if takes is not None and takes.worker != source:
-                found.append(Crossing(len(found), tensor, where, pipeline, microbatch, source, takes.worker, made,
-                                      takes.place))
+                for worker in (source, takes.worker):
+                    if worker not in called:
+                        called[worker] = Worker(names[worker.pipeline], worker.column)
+                found.append(Crossing(len(found), tensor, where, names[pipeline], microbatch, called[source],
+                                      called[takes.worker], made, takes.place))
     return found
 
 

@@ -555,9 +555,12 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """The slices of a micro-batch's route, in order; empty for one that no worker runs."""
-        if not self.slices and self.grid.chains == 1:
-            return self.grid.path(microbatch)
-        return self.routes.get((pipeline, microbatch), ())
+        return self.usual_path or self.routes.get((pipeline, microbatch), ())
+
+    @cached_property
+    def usual_path(self) -> Sequence[int]:
+        """The route of all micro-batches, where all pass the stages of the one chain; else nothing."""
+        return self.grid.path(0) if not self.slices and self.grid.chains == 1 else ()
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:

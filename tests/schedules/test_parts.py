@@ -124,8 +124,8 @@ def test_numbers_put_no_circle_into_what_workers_wait_for():
                  if one.source == worker]
         assert _can_be_followed(sorted(found, key=lambda one: one.number))
         places = _places(schedule, schedule.seats)
-        assert len(_numbered(schedule, places, _by_graph(schedule, range(2), places))) == len(found)
-        swapped = _numbered(schedule, places, _by_graph(schedule, range(2), places)[::-1])
+        assert len(_numbered(schedule, places, _by_graph(schedule, range(2), places), range(2))) == len(found)
+        swapped = _numbered(schedule, places, _by_graph(schedule, range(2), places)[::-1], range(2))
         assert not _can_be_followed(swapped)
 
 
