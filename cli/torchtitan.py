@@ -27,9 +27,10 @@ from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
 from slipstream.cli.shared.run_progress import in_thread
 from slipstream.cli.start import leave_plans
-from slipstream.planner.failures import SETTLED_SECONDS, FailurePlanner
+from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job, JobError, parse_job, read_job
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_with
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.settling import Settling
@@ -106,7 +107,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         if begun is None or begun.iteration < steps:
             first = _first(own)
             placed = with_machines(own.job, first, own.here)
-            planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds or SETTLED_SECONDS)
+            planner = FailurePlanner(placed, first, settled_seconds=own.settled_seconds)
             with in_thread(logger.info) as say, in_thread(self._told, logger.warning) as told:
                 run(first, own.config, out=own.folder, resilience=Resilience(
                     scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner, resume=begun,
@@ -181,9 +182,10 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     add("--slipstream.job", dest="job", type=Path, metavar="FILE",
         help="a job file: times, memory and machines to plan by; its grid has precedence. Default: as many pipelines "
              "and stages as --parallelism.data_parallel_replicate_degree and .pipeline_parallel_degree say")
-    add("--slipstream.settle", dest="settle", type=_seconds, nargs="?", const=SETTLED_SECONDS, metavar="SECONDS",
+    settled_seconds = DEFAULTS.failures.settled_seconds
+    add("--slipstream.settle", dest="settle", type=_seconds, nargs="?", const=settled_seconds, metavar="SECONDS",
         help="layers move to better schedules after failures, while the workers train on; for so long such a schedule "
-             f"is searched (default: {SETTLED_SECONDS:g})")
+             f"is searched (default: {settled_seconds:g})")
     add("--slipstream.heartbeat-timeout", dest="silence", type=_seconds, default=HEARTBEAT_SECONDS, metavar="SECONDS",
         help="give up a worker that shows no sign of life for so long (default: %(default)g)")
     for name, form in (("kill", "D.S@STEP"), ("return", "D.S@STEP"), ("slow", "D.S=FACTOR@STEP")):

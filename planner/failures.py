@@ -28,18 +28,6 @@ from slipstream.schedules.tables.relabel import relabel
 from slipstream.schedules.tables.table import Table
 from slipstream.schedules.timing import period_at
 
-AT_ONCE_SECONDS = 0.3
-"""Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""
-MEANWHILE_SECONDS = 2.0
-"""Of one for other speeds, for which nobody waits."""
-LARGE_SECONDS = 10.0
-"""Of one that is too large to be put together within the others."""
-LARGE, LARGEST = 30_000, 500_000
-"""Ops of a large plan, and of one that is found in some seconds all the same."""
-ROLES_SECONDS = 10.0
-"""Of one in which workers take over other roles: several are planned."""
-SETTLED_SECONDS = 10.0
-"""Of one to come to, which is planned while all train."""
 ROUNDED = 1e-9
 """Units of memory."""
 
@@ -53,23 +41,23 @@ class FailurePlanner:
     """Answers for one job and the schedule that its run began with. Its methods may be called from several threads."""
 
     def __init__(self, job: Job, first: Schedule, table: Table | None = None, *,
-                 settled_seconds: float = SETTLED_SECONDS, params: SearchParams = DEFAULTS,
+                 settled_seconds: float | None = None, params: SearchParams = DEFAULTS,
                  progress: ProgressCallback = quiet) -> None:
         """The planner is compiled and loaded here: no failure waits for that, and processes that are forked share it.
 
         `progress` gets a line where it is compiled; `params` steer every search.
         """
-        self._job, self._first, self._table = job, first, table
+        self._job, self._first, self._table, self._params = job, first, table, params.failures
         self._options = PlanOptions(backward=first.backward, optimizer=first.optimizer, params=params)
-        self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS)
-        self._settled_seconds = settled_seconds
+        self._greedy = msgspec.structs.replace(self._options, method="greedy", time_limit=self._params.at_once_seconds)
+        self._settled_seconds = settled_seconds or self._params.settled_seconds
         ready(progress)
         load()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
         """With these workers down, layers in place: from the table, or planned by the list schedulers."""
         with _no_plan():
-            return self._looked_up(down) or self._planned(self._job, down, AT_ONCE_SECONDS)
+            return self._looked_up(down) or self._planned(self._job, down, self._params.at_once_seconds)
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """The same where the others have these speeds.
@@ -78,7 +66,7 @@ class FailurePlanner:
         """
         with _no_plan():
             found = [self._first if down == self._first.failed and has_room(self._job, self._first) else None,
-                     self._looked_up(down), self._planned(self._job_at(speeds), down, MEANWHILE_SECONDS)]
+                     self._looked_up(down), self._planned(self._job_at(speeds), down, self._params.meanwhile_seconds)]
             return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
 
     def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
@@ -127,18 +115,20 @@ class FailurePlanner:
         return found.schedule if found is not None and fits else None
 
     def _planned(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        options, ops = msgspec.structs.replace(self._greedy, time_limit=seconds), _most_ops(job, down)
-        if ops > LARGE:  # slices would take longer to find than they bring
+        params, ops = self._params, _most_ops(job, down)
+        options = msgspec.structs.replace(self._greedy, time_limit=seconds)
+        if ops > params.large:
             options = msgspec.structs.replace(options, slices=False)
-        if LARGE < ops <= LARGEST and seconds == AT_ONCE_SECONDS:  # the first plan that is found
+        if params.large < ops <= params.largest and seconds == params.at_once_seconds:  # the first plan that is found
             options = msgspec.structs.replace(options, steps=1)
         if dead_column(down, self._first.grid) is not None:
             # One of another stage, which may have taken over there before, holds its layers: roles must move.
-            return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
+            options = msgspec.structs.replace(options, time_limit=params.roles_seconds, slices=False)
+            return _with_moves(job, down, options)
         try:
             planned = plan_only(options, job, down)
         except TooLargeError:
-            planned = plan_only(msgspec.structs.replace(options, time_limit=LARGE_SECONDS), job, down)
+            planned = plan_only(msgspec.structs.replace(options, time_limit=params.large_seconds), job, down)
         if planned.interrupted:  # it was the run that should end, not the search alone
             raise KeyboardInterrupt
         return planned.schedule

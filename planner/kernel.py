@@ -537,10 +537,6 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
 # Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage), worker (the row of a
 # live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
 
-LARGEST_RUN = 6
-"""Most ops in a run of neighbours that changes places with another one."""
-LONGEST_JUMP = 16
-"""Most ops that a single one jumps over."""
 BUCKETS = 1024
 """Of the queue, which together span the ticks of the first plan."""
 FOREVER = 2**61
@@ -712,7 +708,7 @@ class Chain(NamedTuple):
     log: Log
     path: Path
     run: Ints
-    """[LARGEST_RUN] room for the ops of a run"""
+    """Room for the ops of a run"""
     places: Ints
     """[kind] where a unit's ops are put, or were"""
     statistics: Ints
@@ -749,6 +745,12 @@ class Cycle(NamedTuple):
     """Only ops that start at this tick or later"""
     high: int
     """and before this one change their places."""
+    largest_run: int
+    longest_jump: int
+    margin: float
+    steps_per_path: int
+    ops_per_step: int
+    """As in `AnnealingParams`."""
 
 
 class Move(NamedTuple):
@@ -1272,9 +1274,6 @@ def revert(timing, queue, log):
 #
 # All heads are found anew now and then (`set_heads`); in between, those of ops that change their places.
 
-OPS_PER_STEP = 8
-"""All heads are found anew once in so many steps: an op for each of these takes no longer than the steps themselves."""
-
 
 @borrowing
 def _renew(instance, state, heads, release, op):
@@ -1400,9 +1399,9 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
             return NEVER
         middle = state.place[op]
     worker = state.worker[instance.unit[op]]
-    before, behind = _run_length(random), _run_length(random)
+    before, behind = _run_length(random, cycle.largest_run), _run_length(random, cycle.largest_run)
     if below(random, 4) == 0:  # one op jumps over several
-        before, behind = 1, 1 + below(random, LONGEST_JUMP)
+        before, behind = 1, 1 + below(random, cycle.longest_jump)
         if below(random, 2):
             before, behind = behind, before
     begin, end = middle - before, middle + behind
@@ -1418,10 +1417,10 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
 
 
 @inlined
-def _run_length(random):
+def _run_length(random, most):
     """Ops in a run, few ones more often."""
     size = 1
-    while size < LARGEST_RUN and below(random, 3) == 0:
+    while size < most and below(random, 3) == 0:
         size += 1
     return size
 
@@ -1647,11 +1646,6 @@ def _first_to_reduce(instance, state, late, op):
 
 # --- Annealing: the steps of a cooling cycle --------------------------------------------------------------------------
 
-STEPS_PER_PATH = 16
-"""At most, so that all critical paths are tried."""
-MARGIN = 0.3
-"""By how much a window may become longer where others may become shorter: in mean op lengths."""
-
 
 @jit
 def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
@@ -1666,14 +1660,14 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         chain.record, chain.random, chain.run, chain.places, chain.statistics
     time(instance, state, sorting, timing, cycle.goal)
     now = cost(instance, timing, cycle)
-    between_heads = 1 + state.duration.shape[0] // OPS_PER_STEP
+    between_heads = 1 + state.duration.shape[0] // cycle.ops_per_step
     movable = instance.movable.shape[0] > 0
     for step in range(begin, end):
         if record[PERIOD] <= cycle.goal:
             return step
         if step % between_heads == 0:
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
-        if step % STEPS_PER_PATH == 0:
+        if step % cycle.steps_per_path == 0:
             path.size[0] = -1
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
         allowance = -temperature * math.log(1.0 - uniform(random))
@@ -1697,7 +1691,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         if move.kind == NONE:
             continue
         statistics[move.kind, TRIED] += 1
-        limits = (heads, allowance + MARGIN * cycle.scale)
+        limits = (heads, allowance + cycle.margin * cycle.scale)
         after, accepted = now, False
         if fits(instance, state, move):
             renew(instance, state, heads, sorting.release, move)

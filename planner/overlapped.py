@@ -27,6 +27,7 @@ from slipstream.planner.job.network import Network, rounded
 from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.params import OverlapParams
 from slipstream.schedules.check import check
 from slipstream.schedules.graph import programs_of
 from slipstream.schedules.precedence import OpKey, op_key, waits
@@ -46,21 +47,8 @@ from slipstream.schedules.schedule import (
 from slipstream.schedules.schedule import LayerCosts as TicksOfLayers
 from slipstream.schedules.schedule import period_ticks as window_ticks
 
-CUT = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-"""Micro-batches of each worker that are cut, the last ones; the number with the shortest period counts."""
-FEW = (2, 6, 16)
-"""Tried first; then the numbers next to the best, while these are better."""
-HALF = 0.5
-"""Of their time, that reductions are taken to occupy workers where more is searched."""
-AT_FIRST = {"fixed": 0.5, "move": 0.2}
-"""Of the time limit, what the search without them has: with layers in place its plan is often proven to be the best."""
-LARGE = 200_000
-"""Of so many ops, only the middle of these is tried."""
 ROUNDED = 1e-5
 """Where ticks of a plan are finer than those that its bound is proven in, times are rounded otherwise."""
-PIECES = (32, 8, 4, 2)
-"""Into which layers that are reduced together are divided at most; but the first, where each piece has a latency."""
-
 FINAL = (OpKind.W, OpKind.B)
 OF_LAYERS = ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer")
 OF_STAGES = (*OF_LAYERS, "optimizer_of_layer")
@@ -152,7 +140,8 @@ def exposed_anywhere(schedule: Schedule) -> int:
     return floor(min(told.all_reduce) / Fraction(*told.per_tick))
 
 
-def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget) -> Schedule:
+def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
+                   params: OverlapParams) -> Schedule:
     """The schedule of a job without reductions, with those of the job: the shortest that is found within the budget.
 
     `bound`: on schedules of the job that cut micro-batches, in ticks of so many seconds; where layers may move, on
@@ -160,7 +149,8 @@ def beside_compute(schedule: Schedule, job: Job, bound: Bound, tick_seconds: flo
     """
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     schedule = _in_ticks_of_layers(schedule, job)
-    best = _best(schedule, job, CUT if ops <= LARGE else CUT[len(CUT) // 2:][:1], budget)
+    few = params.cut if ops <= params.largest else params.cut[len(params.cut) // 2:][:1]
+    best = _best(schedule, job, few, params, budget)
     told, ticks = _telling(best, job), int(ratio(tick_seconds, schedule.tick_seconds) * bound.ticks)
     if bound.scope is Scope.LAYERS:
         ticks += exposed_anywhere(told)
@@ -185,10 +175,10 @@ def _telling(schedule: Schedule, job: Job) -> Schedule:
     return replace(schedule, times=replace(schedule.times, of_layers=told))
 
 
-def period_beside(schedule: Schedule, job: Job) -> float:
+def period_beside(schedule: Schedule, job: Job, params: OverlapParams) -> float:
     """Seconds of about the same, for those who ask for hundreds of periods: fewer ways to cut are tried."""
     schedule = _in_ticks_of_layers(schedule, job)
-    return schedule.seconds(_best(schedule, job, FEW[:2]).period_ticks)
+    return schedule.seconds(_best(schedule, job, params.few[:2], params).period_ticks)
 
 
 def _in_ticks_of_layers(schedule: Schedule, job: Job) -> Schedule:
@@ -214,7 +204,8 @@ def _in_ticks_of_layers(schedule: Schedule, job: Job) -> Schedule:
                    period_ticks=finer * schedule.period_ticks, lower_bound_ticks=finer * schedule.lower_bound_ticks)
 
 
-def _best(schedule: Schedule, job: Job, counts: Sequence[int], budget: Budget | None = None) -> Schedule:
+def _best(schedule: Schedule, job: Job, counts: Sequence[int], params: OverlapParams,
+          budget: Budget | None = None) -> Schedule:
     """Of ways to cut the last micro-batches, so many of each worker, and of cutting none, the shortest of those that
     there is time for."""
     costs = layer_costs(job) if has_layers(job) else None
@@ -230,8 +221,8 @@ def _best(schedule: Schedule, job: Job, counts: Sequence[int], budget: Budget | 
         best = made
         return True
 
-    for pieces, ascending in product(PIECES if job.network.latency else PIECES[:1], (False, True)):
-        few = [count for count in counts if count in FEW] or counts
+    for pieces, ascending in product(params.pieces if job.network.latency else params.pieces[:1], (False, True)):
+        few = [count for count in counts if count in params.few] or counts
         found = [count for count in few if costs is not None and shorter(count, pieces, ascending=ascending)]
         for step in (-1, 1) if found else ():
             place = counts.index(found[-1]) + step

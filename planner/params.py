@@ -178,6 +178,21 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One in so many steps for each pipeline of a piece shifts a deadline;"""
     ops_per_shift: AtLeastOne = 8
     """or one in the ops of the piece divided by this, where that is rarer: a shift times all of them anew."""
+    largest_run: AtLeastOne = 6
+    """Most ops in a run of neighbours that changes places with another one."""
+    longest_jump: AtLeastOne = 16
+    """Most ops that a single one jumps over."""
+    margin: Number = 0.3
+    """By how much a window may become longer where others may become shorter: in mean op lengths."""
+    steps_per_path: AtLeastOne = 16
+    """Steps that try ops of one critical path, at most, so that all critical paths are tried."""
+    ops_per_step: AtLeastOne = 8
+    """All heads are found anew once in as many steps as the piece has ops, divided by this: no longer than the steps
+    themselves take."""
+    chains: AtLeastOne = 2
+    """Side by side, in threads: always as many, so that no plan depends on the machine."""
+    spare_units: Count = 8
+    """Units that a worker may run beyond those of the busiest one at the start."""
     begin_seconds: Number = 12e-6
     """What it takes for each op to begin, to do one round, and to time what comes of it; less is not begun with."""
 
@@ -293,6 +308,8 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Compute ops up to which a job whose period alone is asked for is put together, and not looked at by pieces."""
     recomputed_share: Share = 0.2
     """Of the time, to choose what is computed again."""
+    largest_compared: Count = 50_000
+    """Compute ops up to which there is time to plan what else could be done."""
     reference_share: Share = 0.15
     """Of the time, that the fault-free plan, needed for comparison, may take."""
     finish_seconds: Number = 15e-6
@@ -318,6 +335,47 @@ class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """the same beside one with layers moved."""
 
 
+class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Plans whose reductions go on beside compute (`[network] overlap`)."""
+
+    cut: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    """Micro-batches of each worker that are cut, the last ones, ascending; the number with the shortest period counts.
+    """
+    few: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (2, 6, 16)
+    """Tried first; then the numbers next to the best, while these are better."""
+    pieces: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (32, 8, 4, 2)
+    """Into which layers that are reduced together are divided at most; but the first, where each piece has a latency.
+    """
+    share: Share = 0.5
+    """Of their time, that reductions are taken to occupy workers where more is searched."""
+    first_share_fixed: Share = 0.5
+    """Of the time, what the search without reductions has: with layers in place its plan is often proven to be the
+    best;"""
+    first_share_move: Share = 0.2
+    """and where they may move."""
+    largest: Count = 200_000
+    """Ops up to which all numbers are tried; of more, only the middle one of `cut`."""
+
+
+class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Plans for failures while a run goes on."""
+
+    at_once_seconds: Factor = 0.3
+    """Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""
+    meanwhile_seconds: Factor = 2.0
+    """Of one for other speeds, for which nobody waits."""
+    large_seconds: Factor = 10.0
+    """Of one that is too large to be put together within the others."""
+    roles_seconds: Factor = 10.0
+    """Of one in which workers take over other roles: several are planned."""
+    settled_seconds: Factor = 10.0
+    """Of one to come to, which is planned while all train."""
+    large: Count = 30_000
+    """Ops of a large plan, in which no micro-batch is cut: that takes longer to find than it brings;"""
+    largest: Count = 500_000
+    """and of one that is found in some seconds all the same: the first that is found is taken."""
+
+
 class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of them."""
 
@@ -328,6 +386,8 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layouts: LayoutParams = msgspec.field(default_factory=LayoutParams)
     roles: RoleParams = msgspec.field(default_factory=RoleParams)
     blocks: BlockParams = msgspec.field(default_factory=BlockParams)
+    overlap: OverlapParams = msgspec.field(default_factory=OverlapParams)
+    failures: FailureParams = msgspec.field(default_factory=FailureParams)
 
 
 DEFAULTS = SearchParams()

@@ -141,7 +141,7 @@ class Periods:
         made = assemble.build_schedule(problem, solved, method="greedy")
         job = msgspec.structs.replace(self._given, pipelines=problem.grid.pipelines,
                                       microbatches=problem.grid.microbatches)
-        return period_beside(made, job)
+        return period_beside(made, job, self._options.params.overlap)
 
     def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)

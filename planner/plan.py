@@ -39,7 +39,8 @@ from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
 from slipstream.planner.model.problem import Bound, Layout, NoPlanError, Problem, Question
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import AT_FIRST, HALF, beside_compute, bounding_problem, overlaps, without_reductions
+from slipstream.planner.overlapped import beside_compute, bounding_problem, overlaps, without_reductions
+from slipstream.planner.params import OverlapParams
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from slipstream.planner.search.engine import Method, Solved, solve
 from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
@@ -325,27 +326,29 @@ def _overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget
                 search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
     """The best schedule whose reductions overlap compute. Micro-batches are cut for them: of bounds only those hold
     that allow it, and count no reductions."""
-    at_first = budget.within(AT_FIRST[options.layers] * budget.seconds)
+    params = options.params.overlap
+    share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
+    at_first = budget.within(share * budget.seconds)
     found = search(options, without_reductions(job), failed, at_first)
     bound, tick = Bound(found.schedule.lower_bound_ticks, found.schedule.scope), found.schedule.tick_seconds
     if Scope.PLACE.holds_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
     began = budget.seconds
-    best = _beside(found, job, bound, tick, budget)
+    best = _beside(found, job, bound, tick, budget, params)
     cutting = began - budget.seconds  # of the next plan takes as long again; it counts no steps
     again = best.schedule.status != "optimal" and options.method not in BASELINES
     if again and (not cutting or budget.seconds > cutting):
-        found = search(options, without_reductions(job, HALF), failed, budget.within(budget.seconds - cutting))
-        made = _beside(found, job, bound, tick, budget)
+        found = search(options, without_reductions(job, params.share), failed, budget.within(budget.seconds - cutting))
+        made = _beside(found, job, bound, tick, budget, params)
         best = made if made.period < best.period else best
     return best
 
 
-def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget) -> Plan:
+def _beside(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget, params: OverlapParams) -> Plan:
     """A plan without reductions, with those of the job."""
-    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds, budget), evidence=found.evidence,
-                   fixed_period=found.fixed_period, end=found.end)
+    return Plan.of(beside_compute(found.schedule, job, bound, tick_seconds, budget, params),
+                   evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,

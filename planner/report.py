@@ -87,8 +87,6 @@ def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[f
 # --- What else could be done about failures: with what throughput, and by which option --------------------------------
 
 
-LARGEST = 50_000
-"""Compute ops of an iteration up to which there is time for comparisons."""
 ONE_F_ONE_B = "--method 1f1b"
 ROOMIER = 1.5
 MORE_MEMORY = "half as much memory again for activations"
@@ -121,7 +119,7 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
     whole = plan.fault_free.period
     if failed and len({worker.pipeline for worker in failed}) < job.pipelines:
         yield _without_replicas(job, failed, whole)
-    if job.depth * sum(job.microbatches) * 3 > LARGEST or plan.interrupted:
+    if job.depth * sum(job.microbatches) * 3 > options.params.blocks.largest_compared or plan.interrupted:
         return
     clock = clock or options.clock()
     deadline = clock.now() + seconds

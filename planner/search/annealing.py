@@ -15,7 +15,6 @@ from slipstream.planner.kernel import (
     BUCKETS,
     EXCHANGE,
     FOREVER,
-    LONGEST_JUMP,
     MOVE,
     PERIOD,
     SHIFT,
@@ -46,14 +45,10 @@ from slipstream.planner.search.incumbent import Incumbent
 # --- From a problem and a plan to the kernel's arrays -----------------------------------------------------------------
 
 
-SPARE_UNITS = 8
-"""Units that a worker may run beyond those of the busiest one at the start."""
-
-
-def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
+def make_chain(arrays: ProblemArrays, order: Ints, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> Chain:
     """A chain whose state is a plan: its assignment, and an order of all ops."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
-    state = _state(arrays, order)
+    state = _state(arrays, order, params.spare_units)
     return Chain(
         instance=_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
         timing=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
@@ -63,7 +58,8 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
                     counters=_zeros(4)),
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
-        path=Path(_zeros(ops), ints([-1])), run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds),
+        path=Path(_zeros(ops), ints([-1])), run=_zeros(max(params.largest_run, params.longest_jump)),
+        places=_zeros(arrays.ops.kinds),
         statistics=np.zeros((SHIFT + 1, BETTER + 1), dtype=np.int64), random=_random(seed))
 
 
@@ -96,7 +92,7 @@ def _instance(arrays: ProblemArrays) -> Instance:
         hosts=_hosts(arrays), cost=_costs(arrays))
 
 
-def _state(arrays: ProblemArrays, order: Ints) -> State:
+def _state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
     ops = arrays.ops
     rows: list[list[int]] = [[] for _ in arrays.workers]
     place = _zeros(len(ops.duration))
@@ -104,7 +100,7 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
         row = rows[ops.worker[ops.unit[op]]]
         place[op] = len(row)
         row.append(op)
-    sequence = np.zeros((len(rows), max(map(len, rows)) + SPARE_UNITS * ops.kinds), dtype=np.int64)
+    sequence = np.zeros((len(rows), max(map(len, rows)) + spare_units * ops.kinds), dtype=np.int64)
     for worker, row in enumerate(rows):
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
@@ -181,7 +177,7 @@ class AnnealingChain:
                  params: AnnealingParams = DEFAULTS.annealing) -> None:
         self._problem, self._params = problem, params
         self._arrays = ProblemArrays(problem, solution.hosts)
-        self._chain = make_chain(self._arrays, solution.order, seed)
+        self._chain = make_chain(self._arrays, solution.order, seed, params)
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
@@ -286,11 +282,14 @@ class AnnealingChain:
         return aim(self.period, self._goal, self._params.aim)
 
     def _next_cycle(self) -> Cycle:
-        cooling = self._params.cycles[self.cycles % len(self._params.cycles)]
+        params = self._params
+        cooling = params.cycles[self.cycles % len(params.cycles)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
                      pull=cooling.pull, goal=self._aim(), scale=self._scale,
-                     trade=self._params.trade, move=self._params.move, shifts=self._shifts,
+                     trade=params.trade, move=params.move, shifts=self._shifts,
+                     largest_run=params.largest_run, longest_jump=params.longest_jump, margin=params.margin,
+                     steps_per_path=params.steps_per_path, ops_per_step=params.ops_per_step,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
@@ -360,13 +359,6 @@ def round_steps(ops: int, pipelines: int, params: AnnealingParams) -> int:
 # --- All pieces of a job: always the longest one, in two chains side by side, or the two longest ----------------------
 
 
-CHAINS = 2
-"""Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
-
-Always as many, so that the plan does not depend on the machine.
-"""
-
-
 TELL_SECONDS, TELL_SHARE = 0.5, 0.1
 """Between two better plans that are told of, and the share of the time that it may take: to join their pieces takes as
 long as some rounds."""
@@ -379,11 +371,11 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
     Ends at the budget's end (`cycles` None: only then), or at the bound. `tell` gets better ones now and then.
     """
     goal, clock = known.bound.ticks, budget.clock
-    pieces = _Pieces(known, [_PieceChains(piece.problem, solution, goal, budget.seed, params)
+    pieces = _Pieces(known, params.chains, [_PieceChains(piece.problem, solution, goal, budget.seed, params)
                              for piece, solution in zip(known.pieces, known.solutions, strict=True)])
     start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
-    with ThreadPoolExecutor(CHAINS - 1) as others:
+    with ThreadPoolExecutor(params.chains) as others:
         while budget.end(pieces.period, goal, slowest) is None:
             began = clock.now()
             first, *rest = pieces.next_chains(goal)
@@ -412,7 +404,7 @@ class _PieceChains:
                  params: AnnealingParams) -> None:
         self.rounds = self.better = 0
         """Rounds of annealing, and which of them found the last better plan."""
-        self._problem, self._seed = problem, seed * CHAINS
+        self._problem, self._seed = problem, seed * params.chains
         self.chains = [AnnealingChain(problem, solution, goal, self._seed, params)]
         self.period = self.best.period
 
@@ -467,8 +459,8 @@ class _Pieces:
     another one is annealed, which must be able to rely on them.
     """
 
-    def __init__(self, known: Incumbent, pieces: list[_PieceChains]) -> None:
-        self._known, self._pieces = known, pieces
+    def __init__(self, known: Incumbent, chains: int, pieces: list[_PieceChains]) -> None:
+        self._known, self._chains, self._pieces = known, chains, pieces
         self.rounds = 0
         """Of annealing, of any piece."""
         self._annealed: list[_PieceChains] = []
@@ -505,9 +497,9 @@ class _Pieces:
         order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._annealed = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
-            self._annealed = order[:CHAINS]
+            self._annealed = order[:self._chains]
             return [piece.chain(0) for piece in self._annealed]
-        return [order[0].chain(number) for number in range(CHAINS)]
+        return [order[0].chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
         """Exchange what the chains of a round have found."""

@@ -1,10 +1,13 @@
 """What steers a search: read from a file, refused in one line, and really used; what a search says that it tried."""
 
+import re
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from slipstream.planner import params
 from slipstream.planner.budget import Budget, Clock, End, Tally
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.options import PlanOptions
@@ -57,9 +60,9 @@ def test_what_is_not_known_is_refused_in_one_line(tmp_path, text, says):
         read_params(tmp_path / "nowhere.toml")
 
 
-def tally_of(params):
+def tally_of(steering):
     budget = Budget.of_steps(400_000)
-    solved = solve(build_problem(JOB, DOWN), "cp-sat", budget, params)
+    solved = solve(build_problem(JOB, DOWN), "cp-sat", budget, steering)
     return budget.tally, solved
 
 
@@ -76,14 +79,36 @@ def test_a_search_says_what_it_tried_and_how_often_that_helped():
 
 def test_parameters_are_those_that_are_used():
     """An operator whose share is 0 is never tried; nor is what is too large for a limit."""
-    params = SearchParams(annealing=AnnealingParams(trade=0.0, move=0.0), lists=ListParams(most_steps=0),
-                          cp_sat=CpSatParams(largest_proof=0))
-    tally, _ = tally_of(params)
+    never = SearchParams(annealing=AnnealingParams(trade=0.0, move=0.0), lists=ListParams(most_steps=0),
+                         cp_sat=CpSatParams(largest_proof=0))
+    tally, _ = tally_of(never)
     assert tally.tried["annealing: trade units"] == tally.tried["annealing: move a unit"] == 0
     assert tally.tried["list schedules: random steps"] == 0 and "CP-SAT: from the best plan" not in tally.tried
     more, _ = tally_of(SearchParams(annealing=AnnealingParams(trade=0.5, move=0.25)))
     tried = [more.tried[f"annealing: {name}"] for name in ("trade units", "move a unit", "exchange runs of ops")]
     assert tried[0] > tried[1] > 0.1 * sum(tried)
+
+
+def test_each_parameter_is_read_somewhere():
+    sources = "".join(path.read_text() for path in Path(params.__file__).parent.rglob("*.py")
+                      if path.name != "params.py")
+    read = set(re.findall(r"\.(\w+)", sources))
+    groups = {field.name: field.type for field in msgspec.structs.fields(SearchParams)}
+    assert set(groups) <= read
+    assert [f"{name}.{field.name}" for name, group in groups.items() for field in msgspec.structs.fields(group)
+            if field.name not in read] == []
+
+
+def test_chains_and_what_they_try_are_parameters():
+    """One chain and runs of one op, which change neighbours alone: another plan, of the same steps each time."""
+    one = AnnealingParams(chains=1, largest_run=1, longest_jump=1, margin=0.0, spare_units=0)
+    plans = [encode(solved_by(one)), encode(solved_by(one)), encode(solved_by(AnnealingParams()))]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def solved_by(annealing):
+    options = PlanOptions(steps=50_000, params=SearchParams(annealing=annealing))
+    return plan_only(options, JOB, DOWN).schedule
 
 
 def test_the_schedule_says_what_ran():

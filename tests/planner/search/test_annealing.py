@@ -152,7 +152,8 @@ def test_ops_without_duration_never_wait_for_each_other_in_a_circle(order, trans
     set_deadlines(chain.instance, chain.state, chain.sorting)
     chain.record[:] = FOREVER
     chain.queue.counters[SPAN] = 100
-    cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, trade=2 / 24, move=1 / 24,
+    cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, trade=2 / 24, move=1 / 24, largest_run=6,
+                  longest_jump=16, margin=0.3, steps_per_path=16, ops_per_step=8,
                   shifts=60, low=-FOREVER, high=FOREVER)
     for step in range(cycle.steps):
         anneal(chain, cycle, step, step + 1)
