@@ -64,14 +64,15 @@ library: $(INSTALLED)      ## plan the tables of schedules/library anew
 	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 30 --out $$job || exit 1; \
 	done
 
-# torch first and by its exact version, so that no other package brings another build. The planner's inner loops are compiled
-# here, so that the first plan need not wait for them.
+# torch first and by its exact version, so that no other package brings another build. The inner loops of the planner and of
+# dealing are compiled here, so that neither the first plan nor the first iteration waits for them.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	$(BIN)/python -m slipstream.planner.compiled
+	$(BIN)/python -m slipstream.schedules.dealing.compiled
 	touch $@
 
 clean:                     ## remove the environment and everything generated
