@@ -396,8 +396,9 @@ class EventLoop:
         """A worker is gone."""
         self._reports.forget(worker)
         if not self._left:
-            injections = self._run.resilience.injections
-            failed = [at for index, at in self._injected.items() if injections[index].worker == worker]
+            injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at
+            # It has outlived what it did before the last order, or was started again since.
+            failed = [at for index, at in self._injected.items() if injections[index].worker == worker and at > ordered]
             self._happens(Lost(worker, reason, max([since, *failed]) or time.monotonic()))
 
 

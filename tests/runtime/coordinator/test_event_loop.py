@@ -10,13 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import boundary, stall_watch
+from slipstream.runtime.coordinator.transition import Lost
 from slipstream.runtime.coordinator.worker_connections import LOOKS_PER_TIMEOUT
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.protocol import to_node_agent, to_worker
+from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import (
     Ended,
     Failed,
+    Injected,
     JoinNode,
     JoinWorker,
     Note,
@@ -277,6 +280,31 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
     assert len(told) == 3 and told[0].startswith("worker 0.0 was killed by SIGKILL: iteration 2 runs on 2 workers")
     assert told[1].startswith("worker 0.0 failed: why (see") and told[1].endswith("), before it took part")
     assert told[2].startswith("worker 0.0 ended with exit status 3") and told[2].endswith("), before it took part")
+
+
+def test_a_death_is_not_dated_back_to_a_failure_on_purpose_before_the_last_order(tmp_path):
+    """Its worker has outlived that, or is back since: the pause was said to be all that had passed since the order."""
+    found = []
+
+    async def script(world):
+        happens = world.events._happens
+        world.events._happens = lambda event: (found.append(event), happens(event))
+        first, second, _ = world.talkers.values()
+        for talker in world.talkers.values():
+            await talker.stopped.wait()
+            talker._stops_before = 2
+        second.say(Injected(second.worker, 0, time.monotonic()))
+        await until(lambda: world.events._injected)
+        world.processes.end(first.worker)
+        await until(lambda: world.events.state.recovery.recoveries)
+        found.append(time.monotonic())
+        world.processes.end(second.worker)
+
+    scheduler, cut = lambda down: schedule_for(JOB, list(map(str, down))), Injection(WORKERS[1], 2, action="cut")
+    World(tmp_path, scheduler, injections=(cut,)).play(script, stops_before=2)
+    (killed,) = [one for one in found if isinstance(one, float)]
+    *_, lost = [one for one in found if isinstance(one, Lost)]
+    assert lost.worker == WORKERS[1] and lost.since >= killed
 
 
 class Looks:
