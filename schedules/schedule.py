@@ -508,9 +508,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @cached_property
     def _foreign(self) -> Mapping[bool, int]:
         count = {True: 0, False: 0}
+        named = [[op for op in program if op.kind is OpKind.F and op.pipeline is not None] for program in self.programs]
         for seat in self.seats:
-            for op in self.programs[seat.program]:
-                if op.kind is OpKind.F and op.pipeline not in (None, seat.role.pipeline):
+            for op in named[seat.program]:
+                if op.pipeline != seat.role.pipeline:
                     assert op.pipeline is not None and op.microbatch is not None and op.slice is not None
                     count[self.own_is_down(op.pipeline, op.microbatch, op.slice)] += 1
         return count
