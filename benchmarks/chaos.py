@@ -52,6 +52,7 @@ from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import ReferenceResult, reference_run
+from slipstream.schedules.dealing.compiled import load as load_dealing
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0
@@ -171,6 +172,7 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
 
     how = resilience(setting, rng, latest(out / "checkpoints"))
     whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
+    load_dealing()
     with storming(fork_server, rng, storm_seconds) as storm:
         run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
             options=RunOptions(notify=tell, force=True, observe=survivors.observe, topology=setting.nodes))
