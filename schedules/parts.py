@@ -295,14 +295,13 @@ Places = Mapping[OpKey, _Made]
 def _places(schedule: Schedule, seats: Sequence[Seat]) -> Places:
     found: dict[OpKey, _Made] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
-    usual = schedule.usual_path
     for seat in seats:
         own, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
                 pipeline = own if op.pipeline is None else op.pipeline
                 _, slice, _, microbatch = key = cast(OpKey, (op.kind, op.slice, pipeline, op.microbatch))
-                path = usual or schedule.path(pipeline, microbatch)
+                path = schedule.path(pipeline, microbatch)
                 way = ways.get((op.kind, slice, path))
                 if way is None:
                     at = path.index(slice)
@@ -328,11 +327,10 @@ def _numbered(schedule: Schedule, places: Places, order: Sequence[OpKey],
     found: list[Crossing] = []
     takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
     called: dict[Worker, Worker] = {}
-    usual = schedule.usual_path
     for key in order:
         _, _, made, source = places[key]
         kind, slice, pipeline, microbatch = key
-        path = usual or schedule.path(pipeline, microbatch)
+        path = schedule.path(pipeline, microbatch)
         taking = takers.get((kind, slice, path))
         if taking is None:
             taking = takers[kind, slice, path] = [(taker[0], taker[1], rule.tensor)

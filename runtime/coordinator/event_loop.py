@@ -403,8 +403,8 @@ class EventLoop:
 
 
 def _is_waited_for(state: RunState) -> bool:
-    """Whether workers wait for an order, or one that lets others join is near: then nobody looks for garbage, which
-    takes a third of the time that the order of 4,096 workers takes."""
+    """Whether workers wait for an order, or all layers have been fetched for the next one: then nobody looks for
+    garbage, which takes a third of the CPU seconds of a death among 4,096 workers."""
     return not isinstance(state.phase, Training) or state.phase.ended or state.joins.current is not None
 
 
