@@ -8,8 +8,9 @@ from torch import Tensor
 
 from slipstream.runtime.config import TrainingConfig
 
-CHUNK = 2**22
-"""Elements of a gradient that are in float64 at a time: 32 MiB."""
+CHUNK = {"cpu": 2**18, "cuda": 2**22}
+"""Elements of a gradient that are in float64 at a time: 2 MiB of the host, which stay in its cache (with 32 MiB, which
+are new pages each time, the sum took three times as long); on a GPU fewer and larger kernels."""
 ADDED = 1e-6
 """To the norm that gradients are divided by: torch.nn.utils.clip_grad_norm_ does so, and all who call it."""
 
@@ -17,7 +18,7 @@ ADDED = 1e-6
 def squares_of(gradient: Tensor) -> Tensor:
     """The sum of squares, in float64; no whole copy of the gradient is made."""
     flat = gradient.detach().reshape(-1)
-    sums = [chunk.double().square().sum() for chunk in torch.split(flat, CHUNK)]
+    sums = [chunk.to(torch.float64, copy=True).square_().sum() for chunk in torch.split(flat, CHUNK[flat.device.type])]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 

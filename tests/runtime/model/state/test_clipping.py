@@ -7,7 +7,7 @@ from slipstream.runtime.model.state.clipping import squares_of
 
 
 def test_squares_are_of_all_elements_in_float64_and_leave_the_gradient_alone(monkeypatch):
-    monkeypatch.setattr(clipping, "CHUNK", 16)
+    monkeypatch.setitem(clipping.CHUNK, "cpu", 16)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for length in (0, 1, 15, 16, 17, 100):
             generator = torch.Generator().manual_seed(length)
