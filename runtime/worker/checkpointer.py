@@ -28,6 +28,7 @@ from slipstream.runtime.protocol.to_worker import Finish
 from slipstream.runtime.run_folder import CHECKPOINTS
 from slipstream.schedules.schedule import Worker
 
+_LOOK_SECONDS = 0.05
 Copying = Callable[[], Mapping[int, Mapping[str, Tensor]]]
 """Gives copies of whole layers."""
 
@@ -58,12 +59,14 @@ class Checkpointer:
             return iteration == asked
         return self._every > 0 and iteration > self._first and iteration % self._every == 0
 
-    def save(self, iteration: int, copied: Copying) -> None:
-        """Begin to save layers as they are before an iteration; returns once they are copied."""
+    def save(self, iteration: int, copied: Copying, require: Callable[[], None] = lambda: None) -> None:
+        """Begin to save layers as they are before an iteration; returns once those before are written, and they are
+        copied. `require` may end the wait for a disk, by raising."""
         if self._every == 0:
             return
         began = time.monotonic()
-        self._wait()
+        while self._saving is not None and not self._saving.done(_LOOK_SECONDS):
+            require()
         own = {layer: self._sharing.without_copies(layer, state) for layer, state in copied().items()}
         if own:
             self._saving = save(self._folder, iteration, own, self._identity,
@@ -72,7 +75,9 @@ class Checkpointer:
     def save_last(self, order: Finish, copied: Copying) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         self.save(order.first_iteration, copied)
-        self._wait()
+        if self._saving is not None:
+            with suppress(CheckpointError):  # which has been told
+                self._saving.wait()
 
     def go_back(self, iteration: int) -> None:
         """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
@@ -113,12 +118,6 @@ class Checkpointer:
         except CheckpointError:
             return None
         return found if found.iteration == self._first else None
-
-    def _wait(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            with suppress(CheckpointError):  # which has been told
-                saving.wait()
 
     def _ended(self, iteration: int, held_up: float, error: CheckpointError | None) -> None:
         """In the thread that has written, or has failed to: what it has computed, training has lost at most."""

@@ -153,7 +153,9 @@ class Training:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration, self._reports.save_before):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
-                context.checkpointer.save(iteration, self._whole_states)
+                self._part.activity.begins(f"saves the state before iteration {iteration}")
+                context.checkpointer.save(iteration, self._whole_states, require)
+                self._part.activity.begins((iteration, place))
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")

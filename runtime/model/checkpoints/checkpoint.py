@@ -123,8 +123,9 @@ class Saving:
         self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity), daemon=True)
         self._thread.start()
 
-    def done(self) -> bool:
-        """Whether `wait` returns at once."""
+    def done(self, seconds: float = 0.0) -> bool:
+        """Whether `wait` returns at once, so many seconds from now at the latest."""
+        self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def wait(self) -> None:

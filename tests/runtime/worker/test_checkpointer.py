@@ -1,0 +1,50 @@
+"""A worker's checkpoints where the disk does not answer."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from slipstream.runtime.model.checkpoints import checkpoint
+from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.protocol.to_coordinator import Saved
+from slipstream.runtime.worker.checkpointer import Checkpointer
+from slipstream.schedules.schedule import Worker
+from tests.runtime.running import tiny
+
+
+class OrderOverError(Exception):
+    """The order is over."""
+
+
+def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path, monkeypatch) -> None:
+    answers, real, told = threading.Event(), checkpoint._write, list[Any]()
+
+    def write(*arguments: Any) -> None:
+        assert answers.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0),
+                       SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
+    checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), told.append, Sharing())
+    copied = list[int]()
+
+    def save(iteration: int, *, over: bool = False) -> None:
+        def require() -> None:
+            if over:
+                raise OrderOverError
+
+        checkpointer.save(iteration, lambda: copied.append(iteration) or {0: {"model.weight": torch.ones(3)}}, require)
+
+    save(2)
+    with pytest.raises(OrderOverError):
+        save(4, over=True)
+    assert copied == [2] and not told
+    answers.set()
+    save(4)
+    checkpointer.save_last(cast(Any, SimpleNamespace(first_iteration=5)), lambda: {0: {"model.weight": torch.ones(3)}})
+    assert [one.iteration for one in told if isinstance(one, Saved)] == [2, 4, 5]
+    assert checkpointer.iterations()[-2:] == (4, 5)
