@@ -36,7 +36,7 @@ def load() -> None:
                                       "backward_input = 1\nbackward_weight = 1\n"))
     scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
     scheduler.period(DispatchRule())
-    AnnealingChain(problem, scheduler.solution(), 0, 0).run()
+    AnnealingChain(scheduler.solution(), 0, 0).run()
 
 
 def ready(progress: ProgressCallback = quiet) -> None:

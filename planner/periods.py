@@ -19,23 +19,21 @@ from slipstream.planner.budget import Budget, ProgressCallback, quiet
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import layer_costs
-from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.bounds import lower_bound, work_bound
-from slipstream.planner.model.decompose import Piece, decompose
+from slipstream.planner.model.decompose import decompose, undivided
 from slipstream.planner.model.from_job import layered_problem, tick_of
 from slipstream.planner.model.problem import Problem
-from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.normalise import Counts, Windows, arrangements, windows_of
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import overlaps, period_beside, without_reductions
 from slipstream.planner.search.engine import solve
+from slipstream.planner.search.incumbent import Incumbent, ordered
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign, in_flight, one_f_one_b
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 
-Pieces = Sequence[tuple[Piece, Solution]]
-"""Each piece of a problem with its solution."""
+Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
@@ -89,12 +87,9 @@ class Periods:
         """Seconds of 1F1B (fused, synchronous) on one pipeline with so many micro-batches."""
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").problem(job)
-        solution = one_f_one_b(problem)
-        if self._overlaps:
-            return self._overlapped(problem, solution)
-        return solution_period(solution) * problem.tick_seconds
+        return self._seconds(ordered(problem, [undivided(problem)], one_f_one_b))
 
-    def _shortest(self, down: Counts, options: PlanOptions, solver: Callable[[Problem], Pieces]) -> tuple[float, bool]:
+    def _shortest(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -122,31 +117,29 @@ class Periods:
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
         return [problems[index] for index in ranked if largest[index] <= most or index == ranked[0]]
 
-    def _search(self, problem: Problem) -> Pieces:
+    def _search(self, problem: Problem) -> Incumbent:
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
         clock = self._options.clock()
-        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock)).pieces
+        return solve(problem, "greedy", Budget(deadline=clock.now() + self._options.seconds, clock=clock))
 
-    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> float:
+    def _period_of(self, problem: Problem, solver: Solver) -> float:
         """The period in seconds: of the assembled schedule; for a large job, of the slowest piece."""
         if problem.operations > self._options.params.blocks.piecewise:
             return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
-        solved = solver(problem)
-        if self._overlaps:
-            return self._overlapped(problem, solved)
-        return assemble.period(problem, solved) * problem.tick_seconds
+        return self._seconds(solver(problem))
 
-    def _overlapped(self, problem: Problem, solved: Solution | Pieces) -> float:
-        """Seconds, with reductions beside compute."""
-        made = assemble.build_schedule(problem, solved, method="greedy")
-        job = msgspec.structs.replace(self._given, pipelines=problem.grid.pipelines,
-                                      microbatches=problem.grid.microbatches)
-        return period_beside(made, job, self._options.params.overlap)
+    def _seconds(self, solved: Incumbent) -> float:
+        """Its period, with reductions beside compute where they overlap."""
+        if not self._overlaps:
+            return solved.seconds
+        grid = solved.problem.grid
+        job = msgspec.structs.replace(self._given, pipelines=grid.pipelines, microbatches=grid.microbatches)
+        return period_beside(solved.schedule("greedy"), job, self._options.params.overlap)
 
-    def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
+    def _piece_period(self, problem: Problem, solver: Solver) -> int:
         key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
         if key not in self._pieces:
-            self._pieces[key] = assemble.period(problem, solver(problem))
+            self._pieces[key] = solver(problem).period
         return self._pieces[key]
 
 
@@ -155,9 +148,9 @@ def least_with_any_layers(job: Job, failed: Sequence[Worker]) -> float:
     return float(work_bound(layered_problem(job, failed, down=True)) * tick_of(job, layer_costs(job)))
 
 
-def _round_robin(problem: Problem) -> Pieces:
+def _round_robin(problem: Problem) -> Incumbent:
     """Of each piece; with the memory of 1F1B where backwards are fused."""
-    return [(piece, _best_round_robin(piece.problem)) for piece in decompose(problem)]
+    return ordered(problem, decompose(problem), _best_round_robin)
 
 
 def _best_round_robin(problem: Problem) -> Solution:

@@ -33,7 +33,7 @@ from slipstream.planner.compiled import begin, ready
 from slipstream.planner.job.file import Job, require_known
 from slipstream.planner.job.layers import layer_costs, ratio
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.assemble import build_schedule, claiming
+from slipstream.planner.model.assemble import claiming
 from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
@@ -42,7 +42,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import beside_compute, bounding_problem, overlaps, without_reductions
 from slipstream.planner.params import OverlapParams
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
-from slipstream.planner.search.engine import Method, Solved, solve
+from slipstream.planner.search.engine import Method, solve
 from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
@@ -398,10 +398,9 @@ def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem:
     return Plan.of(_checked(solved), fixed_period=solved.fixed_period, end=solved.end, evidence=solved.evidence)
 
 
-def _checked(solved: Solved) -> Schedule:
+def _checked(solved: Incumbent) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
-    schedule = build_schedule(solved.problem, solved.pieces, bound=solved.bound, method=solved.ran,
-                              deadlines=solved.deadlines)
+    schedule = solved.schedule()
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")

@@ -95,11 +95,6 @@ class ProblemArrays:
         """The solution with these start ticks. Those that share an instant keep their places in the order."""
         return Solution(self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start)
 
-    def solved(self, starts: Mapping[OpKey, int]) -> "Solution":
-        """The same with start ticks by op; those that share an instant run in the order of the mapping."""
-        codes = {key: op for op, key in enumerate(self.keys())}
-        return self.solution(ints([codes[key] for key in starts]), ints([starts[key] for key in codes]))
-
     def keys(self) -> Iterator[OpKey]:
         """What each op computes."""
         return ((kind, *unit) for unit in self.units for kind in self.problem.kinds)
@@ -115,6 +110,15 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
     """All ops as they start. Those without duration may share an instant: they run in this order."""
     start: Ints
     """[op] its start tick"""
+
+    def at(self, start: Ints) -> "Solution":
+        """The same order with other start ticks."""
+        return Solution(self.arrays, self.order, start)
+
+    @property
+    def end(self) -> Ints:
+        """[op] its end tick"""
+        return self.start + self.arrays.ops.duration
 
     @property
     def hosts(self) -> Mapping[Unit, Worker]:

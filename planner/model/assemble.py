@@ -7,95 +7,79 @@ import msgspec
 import numpy as np
 
 from slipstream.planner.job.layers import ratio
-from slipstream.planner.model import start_times
-from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution
+from slipstream.planner.model.arrays import Ints, Solution
 from slipstream.planner.model.decompose import Piece, undivided
 from slipstream.planner.model.problem import Bound, MicroBatch, Problem
+from slipstream.planner.model.start_times import (
+    NEVER,
+    group_ends,
+    late_ends,
+    latest,
+    reduced,
+    reduction_begins,
+    solution_period,
+)
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
+Solved = Sequence[tuple[Piece, Solution]]
+"""Each piece of a problem with its solution."""
 
 
-class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """A solved piece: its order, and start ticks on the clock that all pieces share."""
-
-    piece: Piece
-    arrays: ProblemArrays
-    order: Ints
-    start: Ints
-
-    def late(self, ends: Sequence[int]) -> "TimedPiece":
-        """Every op as late as these ends of the groups allow."""
-        return msgspec.structs.replace(self, start=start_times.latest(self.arrays, self.order, ends))
-
-    def shifted(self, first: int) -> "TimedPiece":
-        """All ops earlier by so many ticks."""
-        return msgspec.structs.replace(self, start=self.start - first)
-
-
-def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
-          deadlines: Sequence[int] | None = None) -> list[TimedPiece]:
-    """Put solved pieces on one clock, the first op of all at 0.
+def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> list[Solution]:
+    """Put the solutions of all pieces on one clock, the first op of all at 0.
 
     Staggered, and if there are several: each op as late as the common ends of the groups allow, so that the windows
     of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
     longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
-    timed = [TimedPiece(piece=piece, arrays=solution.arrays, order=solution.order, start=solution.start)
-             for piece, solution in solved]
-    if len(timed) == 1 or problem.optimizer == "synchronous":
-        return [one.shifted(one.start.min()) for one in timed]
+    at_0 = [one.at(one.start - one.start.min()) for one in solutions]
+    if len(solutions) == 1 or problem.optimizer == "synchronous":
+        return at_0
     choices: list[Sequence[int]] = [deadlines] if deadlines else []
-    periods = [start_times.period(one.arrays, one.start) for one in timed]
+    periods = [solution_period(one) for one in solutions]
     least = max(periods)
-    longest = timed[periods.index(least)]
-    own = start_times.group_ends((longest.arrays, longest.start))
-    common = ends([one.shifted(one.start.min()) for one in timed])
-    choices += [start_times.late_ends(longest.arrays, choice).tolist()
-                for choice in (np.where(own > start_times.NEVER, own, common), common)]
-    best: tuple[int, list[TimedPiece]] | None = None
+    longest = solutions[periods.index(least)]
+    own = group_ends(longest)
+    common = group_ends(*at_0)
+    choices += [late_ends(longest.arrays, choice).tolist()
+                for choice in (np.where(own > NEVER, own, common), common)]
+    best: tuple[int, list[Solution]] | None = None
     for choice in choices:
-        late = [one.late(choice) for one in timed]
-        period = _period(late, choice)
-        if best is None or period < best[0]:
-            best = period, late
-        if period <= least:
+        late = [latest(one, choice) for one in solutions]
+        longest_of_late = _period(late, choice)
+        if best is None or longest_of_late < best[0]:
+            best = longest_of_late, late
+        if longest_of_late <= least:
             break
     assert best is not None
     first = min(one.start.min() for one in best[1])
-    return [one.shifted(first) for one in best[1]]
+    return [one.at(one.start - first) for one in best[1]]
 
 
-def ends(timed: Sequence[TimedPiece]) -> list[int]:
-    """When the last compute op of each group ends."""
-    latest: list[int] = start_times.group_ends(*((one.arrays, one.start) for one in timed)).tolist()
-    return latest
-
-
-def period(problem: Problem, solved: Sequence[tuple[Piece, Solution]], deadlines: Sequence[int] | None = None) -> int:
+def period(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> int:
     """The period in ticks of the schedule that `build_schedule` would make."""
-    timed = align(problem, solved, deadlines)
-    return _period(timed, ends(timed))
+    aligned = align(problem, solutions, deadlines)
+    return _period(aligned, group_ends(*aligned))
 
 
-def _period(timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
-    return max(start_times.period(one.arrays, one.start, last) for one in timed)
+def _period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
+    return max(solution_period(one, last) for one in aligned)
 
 
-def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
+def build_schedule(problem: Problem, solved: Solution | Solved, *, method: str,
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
     """The schedule of a solution, or of those of all pieces, with its period and the bound proven; see `align`."""
     if isinstance(solved, Solution):
         solved = [(undivided(problem), solved)]
-    timed = align(problem, solved, deadlines)
-    last = ends(timed)
-    begins = start_times.reduction_begins([(one.arrays, one.start) for one in timed]) if problem.interleaved else \
-        start_times.reduced(timed[0].arrays, last)[0]
-    closing = closing_programs(problem, last, begins.tolist())
+    aligned = align(problem, [solution for _, solution in solved], deadlines)
+    last = group_ends(*aligned)
+    begins = reduction_begins(aligned) if problem.interleaved else reduced(aligned[0].arrays, last)[0]
+    closing = closing_programs(problem, last.tolist(), begins.tolist())
     programs: dict[Worker, Program] = {}
-    for one in timed:
-        programs |= _programs(one, closing)
-    ticks = _period(timed, last)
+    for (piece, _), one in zip(solved, aligned, strict=True):
+        programs |= _programs(piece, one, closing)
+    ticks = _period(aligned, last)
     seats, stored = _share(problem, programs)
     bound = bound or Bound(0, problem.scope)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
@@ -110,13 +94,13 @@ def claiming(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
     return schedule.with_bound(math.floor(bound.ticks * ratio(tick_seconds, schedule.tick_seconds)), bound.scope)
 
 
-def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
+def _programs(piece: Piece, solution: Solution, closing: Sequence[Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those that are equal in several copies are one object."""
-    piece, arrays = timed.piece, timed.arrays
-    kinds, row_of = piece.problem.kinds, timed.arrays.ops.worker.tolist()
+    arrays = solution.arrays
+    kinds, row_of = piece.problem.kinds, arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
     owners: list[list[MicroBatch]] = [[] for _ in arrays.workers]
-    for op, begin in zip(timed.order.tolist(), timed.start[timed.order].tolist(), strict=True):
+    for op, begin in zip(solution.order.tolist(), solution.start[solution.order].tolist(), strict=True):
         number, kind = divmod(op, len(kinds))
         unit, row = arrays.units[number], row_of[number]
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))

@@ -18,11 +18,11 @@ def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     return start
 
 
-def latest(arrays: ProblemArrays, order: Ints, ends: Sequence[int] | Ints) -> Ints:
-    """[op] start ticks: every op as late as the order and the ends of the groups allow."""
-    start, ends = np.zeros_like(arrays.ops.duration), np.asarray(ends, dtype=np.int64)
-    _latest(arrays, order, start, ends[arrays.group], ends)
-    return start
+def latest(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
+    """The same order, every op as late as that and the ends of the groups allow."""
+    start, ends = np.zeros_like(solution.start), np.asarray(ends, dtype=np.int64)
+    _latest(solution.arrays, solution.order, start, ends[solution.arrays.group], ends)
+    return solution.at(start)
 
 
 def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
@@ -33,42 +33,43 @@ def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: I
     loops().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
-def group_ends(*timed: tuple[ProblemArrays, Ints]) -> Ints:
+def group_ends(*pieces: Solution) -> Ints:
     """[group] when the last compute op of its workers ends; interleaved, when the last of its reductions begins.
 
-    In pieces on one clock, each with its start ticks.
+    In pieces on one clock.
     """
     found = []
-    for arrays, start in timed:
+    for one in pieces:
+        arrays = one.arrays
         if arrays.problem.interleaved:
-            return _last_reductions(arrays, reduction_begins(timed))
-        last = np.full(len(arrays.workers), start.min())
-        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
+            return _last_reductions(arrays, reduction_begins(pieces))
+        last = np.full(len(arrays.workers), one.start.min())
+        np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], one.end)
         found.append(_ends(arrays, last))
     latest: Ints = np.max(found, axis=0)
     return latest
 
 
-def reduction_begins(timed: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
+def reduction_begins(pieces: Sequence[Solution]) -> Ints:
     """[reduction] the first tick after W of its layers at which no worker that takes part runs an op; NEVER without W.
 
     Of an interleaved problem: its pieces on one clock.
     """
-    begins: Ints = np.max([_awaited(*one) for one in timed], axis=0)
-    for number, groups in enumerate(timed[0][0].reductions.sharers.tolist()):
-        spans = [(start[held], (start + arrays.ops.duration)[held]) for arrays, start in timed
-                 for held in [np.isin(arrays.group, groups)[arrays.ops.worker[arrays.ops.unit]]]]
+    begins: Ints = np.max([_awaited(one) for one in pieces], axis=0)
+    for number, groups in enumerate(pieces[0].arrays.reductions.sharers.tolist()):
+        spans = [(one.start[held], one.end[held]) for one in pieces
+                 for held in [np.isin(one.arrays.group, groups)[one.arrays.ops.worker[one.arrays.ops.unit]]]]
         first, end = (np.concatenate(ticks) for ticks in zip(*spans, strict=True))
         while (over := (first < begins[number]) & (begins[number] < end)).any():
             begins[number] = end[over].max()
     return begins
 
 
-def _awaited(arrays: ProblemArrays, start: Ints) -> Ints:
+def _awaited(solution: Solution) -> Ints:
     """[reduction] when the last W that it awaits ends."""
-    ops, (sharers, _, awaiting, _) = arrays.ops, arrays.reductions
+    ops, (sharers, _, awaiting, _) = solution.arrays.ops, solution.arrays.reductions
     last = np.full(len(awaiting), NEVER)
-    np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
+    np.maximum.at(last, ops.slice, solution.end[ops.kinds - 1::ops.kinds])
     begins = np.full(len(sharers) + 1, NEVER)
     np.maximum.at(begins, awaiting, last[:, None])
     return begins[:-1]
@@ -108,11 +109,12 @@ def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
     return late
 
 
-def period(arrays: ProblemArrays, start: Ints, ends: Sequence[int] | Ints | None = None) -> int:
-    """The period in ticks that start times give; `ends`: those of the groups where other pieces count, too."""
+def solution_period(solution: Solution, ends: Sequence[int] | Ints | None = None) -> int:
+    """The period in ticks that a solution gives; `ends`: those of the groups where other pieces count, too."""
+    arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period(arrays, first, group_ends((arrays, start)) if ends is None else np.asarray(ends))
+    return _period(arrays, first, group_ends(solution) if ends is None else np.asarray(ends))
 
 
 def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
@@ -161,8 +163,3 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     free = ends[arrays.group]
     _latest(arrays, order, start, free, ends)
     return _period(arrays, free, ends), start
-
-
-def solution_period(solution: Solution) -> int:
-    """The period in ticks that a solution gives."""
-    return period(solution.arrays, solution.start)

@@ -173,10 +173,9 @@ class AnnealingChain:
     The deadlines of the groups are those of the plan at first, and annealing shifts them, until told to `keep` some.
     """
 
-    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
-                 params: AnnealingParams = DEFAULTS.annealing) -> None:
-        self._problem, self._params = problem, params
-        self._arrays = ProblemArrays(problem, solution.hosts)
+    def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams = DEFAULTS.annealing) -> None:
+        self._arrays, self._params = solution.arrays, params
+        self._problem = problem = self._arrays.problem
         self._chain = make_chain(self._arrays, solution.order, seed, params)
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
@@ -198,7 +197,7 @@ class AnnealingChain:
         """As the plan keeps them; synchronous: so that all windows end together, at 0."""
         chain = self._chain
         if self._problem.interleaved:
-            ends = group_ends((self._arrays, solution.start))
+            ends = group_ends(solution)
             chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
             keep_ends(chain.instance, chain.state)
             return
@@ -209,7 +208,7 @@ class AnnealingChain:
         chain.state.end[chain.instance.group] = -chain.instance.tail
         chain.state.deadline[:] = chain.state.end
         if self._problem.linking:
-            chain.state.deadline[:] = ends_before_last(self._arrays, group_ends((self._arrays, solution.start)))
+            chain.state.deadline[:] = ends_before_last(self._arrays, group_ends(solution))
 
     def _begin(self) -> None:
         """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
@@ -371,8 +370,8 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
     Ends at the budget's end (`cycles` None: only then), or at the bound. `tell` gets better ones now and then.
     """
     goal, clock = known.bound.ticks, budget.clock
-    pieces = _Pieces(known, params.chains, [_PieceChains(piece.problem, solution, goal, budget.seed, params)
-                             for piece, solution in zip(known.pieces, known.solutions, strict=True)])
+    pieces = _Pieces(known, params.chains, [_PieceChains(solution, goal, budget.seed, params)
+                                             for solution in known.solutions])
     start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(params.chains) as others:
@@ -400,12 +399,11 @@ def anneal_pieces(known: Incumbent, budget: Budget, params: AnnealingParams = DE
 class _PieceChains:
     """A piece and its annealing chains, the second begun when it is first asked for."""
 
-    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
-                 params: AnnealingParams) -> None:
+    def __init__(self, solution: Solution, goal: int, seed: int, params: AnnealingParams) -> None:
         self.rounds = self.better = 0
         """Rounds of annealing, and which of them found the last better plan."""
-        self._problem, self._seed = problem, seed * params.chains
-        self.chains = [AnnealingChain(problem, solution, goal, self._seed, params)]
+        self._problem, self._seed = solution.arrays.problem, seed * params.chains
+        self.chains = [AnnealingChain(solution, goal, self._seed, params)]
         self.period = self.best.period
 
     @property
@@ -534,9 +532,7 @@ class _Pieces:
         deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
         solutions = [piece.best.solution() for piece in self._pieces]
-        periods = [solution_period(solution)
-                   for piece, solution in zip(self._known.pieces, solutions, strict=True)]
         return msgspec.structs.replace(
-            self._known.with_solutions(solutions, periods, deadlines), cycles=last.cycles,
+            self._known.with_solutions(solutions, list(map(solution_period, solutions)), deadlines), cycles=last.cycles,
             orders=sum(chain.steps for chain in last.chains),
             stale=1 - last.better / last.rounds if last.rounds else 0.0)

@@ -8,7 +8,7 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
-from slipstream.planner.model.arrays import ProblemArrays, Solution
+from slipstream.planner.model.arrays import ProblemArrays, Solution, ints
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
@@ -232,7 +232,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, budget: Budge
         return hint, before, lower_bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
-    found = _read(problem, variables, solver)
+    found = _read(hint.arrays, variables, solver)
     after = solution_period(found)
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
@@ -314,16 +314,17 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
     model.add_hint(variables.period, period)
 
 
-def _read(problem: Problem, variables: Variables, solver: cp_model.CpSolver) -> Solution:
-    hosts = {}
+def _read(arrays: ProblemArrays, variables: Variables, solver: cp_model.CpSolver) -> Solution:
+    rows = []
     for unit in variables.units:
         choices = [host for host, literal in variables.literals(unit)
                    if literal is None or solver.boolean_value(literal)]
         assert len(choices) == 1, f"CP-SAT chose hosts {choices} for {unit}"
-        hosts[unit] = choices[0]
-    starts = {key: solver.value(variable) for key, variable in variables.start.items()}
-    order = sorted(starts, key=lambda key: _flow(problem, key, starts))
-    return ProblemArrays(problem, hosts).solved({key: starts[key] for key in order})
+        rows.append(arrays.row_of[choices[0]])
+    keys = list(arrays.keys())
+    starts = {key: solver.value(variables.start[key]) for key in keys}
+    order = sorted(range(len(keys)), key=lambda op: _flow(arrays.problem, keys[op], starts))
+    return arrays.assigned(ints(rows)).solution(ints(order), ints(list(starts.values())))
 
 
 def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:

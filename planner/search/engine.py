@@ -15,10 +15,9 @@ import msgspec
 
 from slipstream.planner.budget import LAYOUT_STEPS, Budget, End
 from slipstream.planner.loops import plain
-from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.bounds import strongest_bound
-from slipstream.planner.model.decompose import Piece, decompose, undivided
-from slipstream.planner.model.problem import Bound, NoPlanError, Problem
+from slipstream.planner.model.decompose import decompose, undivided
+from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.incumbent import (
     Incumbent,
@@ -28,6 +27,7 @@ from slipstream.planner.search.incumbent import (
     evidence,
     improve,
     list_schedules,
+    ordered,
     provable,
 )
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
@@ -38,25 +38,7 @@ LITTLE = 0.1
 """Share of the time: list schedules that end with less of it left have used it up."""
 
 
-class Solved(msgspec.Struct, frozen=True):
-    """The best of the candidates, by its pieces, with the bound proven on the way."""
-
-    problem: Problem
-    pieces: Sequence[tuple[Piece, Solution]]
-    bound: Bound
-    deadlines: Sequence[int] | None = None
-    """Where all pieces are on one clock: when their compute ops must be done, by column."""
-    evidence: str = ""
-    """What is likely to leave a gap, or nothing."""
-    fixed_period: float | None = None
-    """Seconds: the best period found with layers in place, where they move in this one."""
-    end: End = End.BOUND
-    """Why the search ended."""
-    ran: str = ""
-    """What really was tried, in words; what others run has its name."""
-
-
-def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Solved:
+def solve(given: Problem | Proposals, method: Method, budget: Budget, params: SearchParams = DEFAULTS) -> Incumbent:
     """The best that the method finds within the budget, of one problem or of all that is proposed.
 
     Raises NoPlanError where nothing that is proposed has room for the micro-batches in flight.
@@ -68,11 +50,10 @@ def solve(given: Problem | Proposals, method: Method, budget: Budget, params: Se
     return _Engine(proposals, budget, params, greedy=method == "greedy").best()
 
 
-def _baseline(problem: Problem, method: Method, params: SearchParams) -> Solved:
+def _baseline(problem: Problem, method: Method, params: SearchParams) -> Incumbent:
     divide = not problem.failed or problem.operations > params.blocks.largest_baseline
     pieces = decompose(problem, params.pieces) if divide else (undivided(problem),)
-    return Solved(problem, [(piece, BASELINES[method](piece.problem)) for piece in pieces], strongest_bound(problem),
-                  ran=method)
+    return ordered(problem, pieces, BASELINES[method], strongest_bound(problem), method)
 
 
 class _Engine:
@@ -84,7 +65,7 @@ class _Engine:
         self._found: list[Incumbent] = []
         self._began = budget.clock.now()
 
-    def best(self) -> Solved:
+    def best(self) -> Incumbent:
         """The best of all. Raises NoPlanError where there is none."""
         budget, several, proposals = self._budget, self._several, self._proposals
         first = None if proposals.first is None else divided(
@@ -109,9 +90,10 @@ class _Engine:
             self._anneal(budget)
         best = self._best
         fixed = min((known.seconds for known in self._found if not known.moved), default=None)
-        return Solved(best.problem, list(zip(best.pieces, best.solutions, strict=True)), best.bound, best.deadlines,
-                      evidence(best, budget.clock, budget.clock.now() - self._began),
-                      fixed if best.moved else None, self._end(best, budget), ", ".join(budget.tally.techniques))
+        return msgspec.structs.replace(
+            best, evidence=evidence(best, budget.clock, budget.clock.now() - self._began),
+            fixed_period=fixed if best.moved else None, end=self._end(best, budget),
+            ran=", ".join(budget.tally.techniques))
 
     def _end(self, best: Incumbent, budget: Budget) -> End:
         """List schedules alone end before the time where random steps find nothing better for long; annealing goes on

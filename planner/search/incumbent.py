@@ -5,19 +5,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.budget import Budget, Clock
+from slipstream.planner.budget import Budget, Clock, End
 from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import Piece, decompose
 from slipstream.planner.model.problem import Bound, Problem
+from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, PieceParams, SearchParams
 from slipstream.planner.search.list_search import search
-from slipstream.schedules.schedule import Scope
+from slipstream.schedules.schedule import Schedule, Scope
 
 
 class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A candidate: the pieces of a problem, the best solution of each so far, and the proven bound.
+    """A candidate: the pieces of a problem, the best solution of each so far, and the proven bound; of the best one in
+    the end, how the search went.
 
     Periods are in ticks.
     """
@@ -44,6 +46,14 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """cooling cycles it went through;"""
     gained: float = 0.0
     """seconds by which the plan became shorter."""
+    ran: str = ""
+    """Of the best when the search is over: what really was tried, in words; what others run has its name."""
+    end: End = End.BOUND
+    """Why the search ended."""
+    evidence: str = ""
+    """What is likely to leave a gap, or nothing."""
+    fixed_period: float | None = None
+    """Seconds: the best period found with layers in place, where they move in this one."""
 
     @property
     def seconds(self) -> float:
@@ -78,7 +88,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Other solutions of all pieces, with the period of each; on one clock where they have these deadlines."""
         whole = periods[0] if len(self.pieces) == 1 else \
-            assemble.period(self.problem, list(zip(self.pieces, solutions, strict=True)), deadlines)
+            assemble.period(self.problem, solutions, deadlines)
         return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
                                        deadlines=deadlines)
 
@@ -88,6 +98,11 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         solutions[index], periods[index] = solution, period
         found = self.with_solutions(solutions, periods)
         return found if found.period <= self.period else self
+
+    def schedule(self, method: str = "") -> Schedule:
+        """Its schedule, with the bound; made by this method, by default by what was tried."""
+        return assemble.build_schedule(self.problem, list(zip(self.pieces, self.solutions, strict=True)),
+                                       method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
 
 def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
@@ -103,6 +118,14 @@ def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = Tr
         msgspec.structs.replace(problem, sharing=False, shedding=shedding and few and problem.sharing)
     return Incumbent(problem=problem, pieces=decompose(searched, params), bound=bound or strongest_bound(problem),
                      moved=moved)
+
+
+def ordered(problem: Problem, pieces: Sequence[Piece], order: Callable[[Problem], Solution], bound: Bound | None = None,
+            ran: str = "") -> Incumbent:
+    """The solutions that a rule makes of these pieces, each by itself."""
+    solutions = [order(piece.problem) for piece in pieces]
+    return Incumbent(problem=problem, pieces=tuple(pieces), bound=bound or Bound(0, problem.scope), ran=ran) \
+        .with_solutions(solutions, [solution_period(solution) for solution in solutions])
 
 
 # --- What a search may choose from ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.layout.candidates import candidates, finer_slices
-from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
@@ -50,7 +49,7 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     problem = with_layout(layered_problem(job, failed, optimizer=optimizer), recut(job, 1, 2))
     assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
+    schedule = solved.schedule()
     assert check(schedule) == []
     assert schedule.rerouted == schedule.shed == 0
 
@@ -62,7 +61,7 @@ def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     problem = with_layout(given, finer_slices(given, recut(job, 1, 2), 1))
     assert problem.interleaved
     solved = solve(problem, "cp-sat", Budget.of_steps(120_000))
-    schedule = build_schedule(problem, solved.pieces, method="cp-sat", deadlines=solved.deadlines)
+    schedule = solved.schedule()
     assert check(schedule) == []
     kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
     assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
@@ -83,15 +82,13 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
     problem = with_layout(layered_problem(job, failed), layout)
     assert problem.interleaved
     solved = solve(problem, "greedy", Budget.of_steps(0))
-    assert check(build_schedule(problem, solved.pieces, method="greedy")) == []
+    assert check(solved.schedule()) == []
 
 
 def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
     """One of 16 workers down: half is left with layers in place, 0.93 with the broken pipeline cut anew."""
     job, failed = layered(2, 8, 16), [Worker(1, 3)]
-    whole = build_problem(job)
-    healthy = solve(whole, "greedy", Budget.of_steps(120_000))
-    free = build_schedule(whole, healthy.pieces, method="greedy", deadlines=healthy.deadlines)
+    free = solve(build_problem(job), "greedy", Budget.of_steps(120_000)).schedule()
     made = plan_only(PlanOptions(layers="move", steps=400_000), job, failed).schedule
     assert check(made) == []
     assert free.seconds(free.period_ticks) > 0.85 * made.seconds(made.period_ticks)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.job.file import JobError
-from slipstream.planner.model.arrays import ProblemArrays
+from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.model.start_times import earliest, period, solution_period, timed
+from slipstream.planner.model.start_times import earliest, solution_period, timed
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
 from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
@@ -43,8 +43,9 @@ def test_list_schedules_keep_every_rule(data, job, modes, order, lookahead, assi
     for starts in (early, start):
         plan = arrays.solution(sequence, starts)
         assert check(build_schedule(problem, plan, bound=bound, method="greedy")) == []
-        assert bound.ticks <= solution_period(plan) == period(arrays, starts)
-    assert best == period(arrays, start) <= period(arrays, early)
+        assert bound.ticks <= solution_period(plan) == solution_period(Solution(arrays, sequence, starts))
+    late, soon = (solution_period(arrays.solution(sequence, starts)) for starts in (start, early))
+    assert best == late <= soon
 
 
 @settings(max_examples=25)

@@ -9,7 +9,6 @@ import pytest
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import layered_problem, with_layout
 from slipstream.planner.model.problem import Question
 from slipstream.planner.options import Layers
@@ -41,9 +40,7 @@ def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: B
     """A schedule for each way to answer these failures."""
     given = layered_problem(job, failed, Question(layers=layers), backward=backward, optimizer=optimizer)
     for layout in candidates(given):
-        problem = with_layout(given, layout)
-        solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + SECONDS))
-        yield build_schedule(problem, solved.pieces, method="greedy", deadlines=solved.deadlines)
+        yield solve(with_layout(given, layout), "greedy", Budget(deadline=time.monotonic() + SECONDS)).schedule()
 
 
 def floats(schedule: Schedule) -> bool:

@@ -85,8 +85,8 @@ def test_one_list_schedule_meets_the_bound_at_published_settings(model, stages, 
 
 def _end(solved, worker):
     """Ticks from the first op of a worker to the end of its last."""
-    (piece, solution), = solved.pieces
-    spans = [(start, start + piece.problem.cost(key[0], key[1], worker)) for key, start in solution.starts.items()
+    solution, = solved.solutions
+    spans = [(start, start + solved.problem.cost(key[0], key[1], worker)) for key, start in solution.starts.items()
              if key[1] == worker.column]
     return max(end for _, end in spans) - min(start for start, _ in spans)
 

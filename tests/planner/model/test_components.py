@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.decompose import by_runner, decompose
 from slipstream.planner.model.from_job import layered_problem, with_layout
 from slipstream.planner.model.problem import Bound, Layout, MicroBatch, Stop
@@ -75,7 +74,6 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
     known = list_schedules(divided(problem, Bound(1, problem.scope)), Budget.of_steps(12_000))
-    schedule = build_schedule(problem, list(zip(known.pieces, known.solutions, strict=True)),
-                              method="greedy", deadlines=known.deadlines)
+    schedule = known.schedule("greedy")
     assert schedule.period_ticks == known.period
     return schedule

@@ -53,7 +53,7 @@ def gapped():
 def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     before = listed(problem, rule)
-    annealer = AnnealingChain(problem, before, goal=0, seed=seed)
+    annealer = AnnealingChain(before, goal=0, seed=seed)
     assert annealer.period <= solution_period(before)
     annealer.advance(200)
     after = annealer.solution()
@@ -69,7 +69,7 @@ def test_steps_depend_on_the_seed_alone():
     before = listed(problem)
 
     def annealed(seed, *slices):
-        annealer = AnnealingChain(problem, before, goal=0, seed=seed)
+        annealer = AnnealingChain(before, goal=0, seed=seed)
         for steps in slices:
             annealer.advance(steps)
         return annealer.solution().starts
@@ -81,7 +81,7 @@ def test_where_a_cycle_has_reached_its_aim_it_aims_lower_at_the_very_step():
     """Whatever the slices, until it reaches the goal."""
     problem = gapped()
     goal = int(1.09 * lower_bound(problem))
-    whole, sliced = (AnnealingChain(problem, listed(problem), goal=goal, seed=0) for _ in range(2))
+    whole, sliced = (AnnealingChain(listed(problem), goal=goal, seed=0) for _ in range(2))
     whole.advance(30_000)
     for _ in range(30):
         sliced.advance(1_000)
@@ -95,7 +95,7 @@ def test_a_cycle_aims_below_the_best_plan_and_never_below_the_goal():
 
 def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
     problem = build_problem(grid(3, 4, 6), [Worker(0, 2)])
-    annealer = AnnealingChain(problem, listed(problem), goal=0, seed=0)
+    annealer = AnnealingChain(listed(problem), goal=0, seed=0)
     annealer.advance(500)
     before = annealer.solution()
     other = annealer.twin(seed=1)
@@ -106,7 +106,7 @@ def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
 
 def test_a_cooling_cycle_ends_within_the_time_that_is_left():
     problem = build_problem(grid(3, 8, 16), [Worker(0, 2)])
-    annealer, usual = (AnnealingChain(problem, listed(problem), goal=0, seed=0) for _ in range(2))
+    annealer, usual = (AnnealingChain(listed(problem), goal=0, seed=0) for _ in range(2))
     for chain in (annealer, usual):
         chain.run()
     annealer.cool_within(2)
@@ -189,6 +189,6 @@ def test_live_workers_of_stages_that_lost_one_may_hand_on_micro_batches_and_no_o
     problem = msgspec.structs.replace(build_problem(grid(3, 3, 4), [Worker(0, 1)]), sharing=False, shedding=True)
     assert problem.hosts(1, 2) == problem.hosts(1, 0) == (Worker(1, 1), Worker(2, 1))
     assert problem.hosts(0, 2) == (Worker(2, 0),) and problem.hosts(2, 0) == (Worker(0, 2),)
-    chain = AnnealingChain(problem, listed(problem), goal=0, seed=1)
+    chain = AnnealingChain(listed(problem), goal=0, seed=1)
     chain.advance(2_000)
     assert all(host in problem.hosts(unit.slice, unit.pipeline) for unit, host in chain.solution().hosts.items())

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
@@ -52,7 +51,7 @@ def proven_optimal(case, *, sharing: bool) -> None:
     optimum = optimal_period(problem)
     assert lower_bound(problem) <= optimum
     solved = solve(problem, "cp-sat", Budget.of_steps(12_000_000))
-    schedule = build_schedule(problem, solved.pieces, bound=solved.bound, method="cp-sat")
+    schedule = solved.schedule()
     assert check(schedule) == []
     assert schedule.period_ticks == solved.bound.ticks == optimum
 

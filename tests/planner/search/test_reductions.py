@@ -123,7 +123,7 @@ def test_annealing_minimises_the_period_that_the_checker_finds(seed, optimizer, 
         except StuckError:
             continue
         listed = scheduler.solution()
-        chain = AnnealingChain(problem, listed, goal=0, seed=seed)
+        chain = AnnealingChain(listed, goal=0, seed=seed)
         assert chain.period <= solution_period(listed)
         chain.advance(500)
         annealed = chain.solution()
