@@ -1,6 +1,7 @@
 """What a session knows of gloo and NCCL: a `Backend` makes process groups, and breaks them off from any thread."""
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from slipstream.runtime.replay.group_store import GroupStore
@@ -27,14 +28,11 @@ class Backend(Protocol):
     """Whether transfers are matched by their order, and by no tag. Then each pair of workers has a group for each
     direction, so that nothing that is sent waits behind something that is to be received."""
 
-    def begin(self, spared: Callable[[], Sockets]) -> None:
-        """Groups are about to be made; `spared` gives the sockets that other threads open meanwhile."""
+    def making(self, spared: Callable[[], Sockets]) -> AbstractContextManager[None]:
+        """Groups are made in here; `spared` gives the sockets that other threads open meanwhile."""
 
     def group(self, meeting: Meeting) -> Group:
         """Make a group; returns when all members have. Raises RuntimeError."""
-
-    def made(self) -> None:
-        """All groups are there that were to be made."""
 
     def reuse(self, group: Group) -> None:
         """Another order uses a group that is not lost."""

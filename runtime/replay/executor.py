@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import NamedTuple
 
 from slipstream.runtime.model.computing.slices import SliceRunner, Slices
 from slipstream.runtime.model.data.data import Microbatch
@@ -21,23 +19,11 @@ from slipstream.schedules.graph import reducing_early
 from slipstream.schedules.precedence import consumers, op_key, waits
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule
 
-
-class Feed(Protocol):
-    """Where micro-batches come from."""
-
-    def __call__(self, microbatch: Microbatch) -> Batch:
-        """Tokens and targets, each [B, T], and what else belongs to the micro-batch, on the device that computes."""
-
-
-class BeforeOp(Protocol):
-    """Called before each op."""
-
-    def __call__(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Raises what shall end the iteration before the `place`-th op of the program."""
-
-
-def _nothing(iteration: int, place: int, kind: OpKind) -> None:
-    """Does nothing."""
+Feed = Callable[[Microbatch], Batch]
+"""Where micro-batches come from: tokens and targets, each [B, T], and what else belongs to one, on the device that
+computes."""
+BeforeOp = Callable[[int, int, OpKind], None]
+"""Called before each op with the iteration and the op's place in the program; raises what shall end the iteration."""
 
 
 class _Step(NamedTuple):
@@ -66,7 +52,7 @@ class Executor:
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
-                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
+                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = lambda *_: None,
                  before_exchange: Callable[[], None] = lambda: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         ops = schedule.ops(session.worker)
@@ -196,18 +182,19 @@ class Executor:
         slice = step.op.slice
         assert slice is not None
         layers = self._slices.layers[slice]
-        with self._recorder.timing(step.op), self._holding.summed(layers) as by_rank:
+        with self._recorder.timing(step.op):
             cut = self._holding.sharded_cut(layers)
             if cut is None:
-                self._sum(layers, by_rank)
+                self._sum(layers)
                 return
             for rank, parts, holding, (gradients, *whole) in zip(
-                    self._session.by_rank, self._parts, self._holding.by_rank, by_rank, strict=True):
+                    self._session.by_rank, self._parts, self._holding.by_rank, self._holding.summed(layers),
+                    strict=True):
                 parts.reduce(layers, gradients, cut, holding.copies(layers))
                 rank.sum_over_sharers(layers, whole)
 
-    def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
-        for rank, gradients in zip(self._session.by_rank, by_rank, strict=True):
+    def _sum(self, what: Shared) -> None:
+        for rank, gradients in zip(self._session.by_rank, self._holding.summed(what), strict=True):
             rank.sum_over_sharers(what, gradients)
 
     def _optimize(self, step: _Step) -> None:
@@ -218,8 +205,7 @@ class Executor:
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name in self._holding.shared_gradients:
-                with self._holding.summed_shared(name) as by_rank:
-                    self._sum(name, by_rank)
+                self._sum(name)
             self._steps.step(self._iteration, self._loss, self._wait_for_copies)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
             self._gather_all()

@@ -4,10 +4,10 @@ import _thread
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 from torch.distributed import Work
@@ -136,10 +136,6 @@ class GlooWork:
         """Returns when it is done. Raises RuntimeError."""
         self._waits.wait(self._work.wait)
 
-    def is_completed(self) -> bool:
-        """Whether `wait` returns at once; sums only."""
-        return bool(self._work.is_completed())
-
 
 class GlooGroup:
     """A process group over gloo.
@@ -167,28 +163,15 @@ class GlooGroup:
         """It is not used any more. May wait without end."""
         self._held.clear()
 
-    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
-        """Start to send to a rank."""
-        return self._waited(self._group.send(tensors, target, tag))
+    def __getattr__(self, name: str) -> Callable[..., Work]:
+        """What torch's group begins under this name: `send`, `allreduce`, ..."""
+        begin = getattr(self._group, name)
+        return lambda *arguments: self._waited(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Start to receive from a rank."""
         work = self._group.recv(tensors, source, tag)
         return work if sum(one.nbytes for one in tensors) <= WHOLE_BYTES else self._waited(work)
-
-    def allreduce(self, *arguments: Any) -> Work:
-        """Start to sum in place."""
-        return self._waited(self._group.allreduce(*arguments))
-
-    def broadcast(self, *arguments: Any) -> Work:
-        """Start to bring a rank's tensor to all."""
-        return self._waited(self._group.broadcast(*arguments))
-
-    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
-        return self._waited(self._group._allgather_base(output, input))
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any) -> Work:
-        return self._waited(cast(Any, self._group)._reduce_scatter_base(output, input, options))
 
     @property
     def _group(self) -> Group:
@@ -219,11 +202,16 @@ class Gloo:
         """What was open when groups began to be made; None while none are."""
         self._sockets: Sockets = frozenset()
 
-    def begin(self, spared: Callable[[], Sockets]) -> None:
+    @contextlib.contextmanager
+    def making(self, spared: Callable[[], Sockets]) -> Iterator[None]:
         """See `Backend`."""
         self._spared, self._before = spared, open_sockets()
         if not self._devices:
             self._sockets = frozenset()
+        try:
+            yield
+        finally:
+            self._sockets, self._before = self._sockets | (open_sockets() - self._before), None
 
     def group(self, meeting: Meeting) -> Group:
         """See `Backend`."""
@@ -231,11 +219,6 @@ class Gloo:
         self._devices = self._devices or gloo_devices()
         made.waits.wait(partial(made.meet, meeting, [*self._devices]))
         return cast(Group, made)
-
-    def made(self) -> None:
-        """See `Backend`."""
-        if self._before is not None:
-            self._sockets, self._before = self._sockets | (open_sockets() - self._before), None
 
     def reuse(self, group: Group) -> None:
         """Nothing is to be done."""

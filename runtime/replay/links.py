@@ -108,13 +108,10 @@ class Groups:
         self.require()
         lacking = sorted((one for one in wanted if one.name not in self._held), key=lambda one: one.turn)
         for backend in self.links.backends:  # apart: gloo's abort shuts all sockets that were opened meanwhile
-            backend.begin(self._spared)
-            try:
+            with backend.making(self._spared):
                 for one in lacking:
                     if one.backend is backend:
                         self._hold(self._made(one))
-            finally:
-                backend.made()
 
     def named(self, name: str) -> Group:
         """Raises RuntimeError."""

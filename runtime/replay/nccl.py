@@ -4,10 +4,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, cast
 
-from torch import Tensor
 from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
@@ -49,31 +49,9 @@ class Communicator:
         finally:
             self._inside = False
 
-    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
-        """Start to send to a rank."""
-        return self._issue(self._nccl.group.send, tensors, target, tag)
-
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive from a rank."""
-        return self._issue(self._nccl.group.recv, tensors, source, tag)
-
-    def allreduce(self, *arguments: Any) -> Work:
-        """Start to sum in place."""
-        return self._issue(self._nccl.group.allreduce, *arguments)
-
-    def broadcast(self, *arguments: Any) -> Work:
-        """Start to bring a rank's tensor to all."""
-        return self._issue(self._nccl.group.broadcast, *arguments)
-
-    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
-        return self._issue(self._nccl.group._allgather_base, output, input)
-
-    def _reduce_scatter_base(self, *arguments: Any) -> Work:
-        return self._issue(cast(Any, self._nccl.group)._reduce_scatter_base, *arguments)
-
-    def alltoall_base(self, *arguments: Any) -> Work:
-        """Start to exchange parts, each with each."""
-        return self._issue(cast(Any, self._nccl.group).alltoall_base, *arguments)
+    def __getattr__(self, name: str) -> Callable[..., Work]:
+        """What torch's group begins under this name: `send`, `allreduce`, ..."""
+        return partial(self._issue, getattr(self._nccl.group, name))
 
     def lost(self) -> str | None:
         """Why it cannot be used any more."""
@@ -142,11 +120,9 @@ class Nccl:
         self._connecting: Communicator | None = None
         self._aborts = 0
 
-    def begin(self, spared: Callable[[], Sockets]) -> None:
+    def making(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Nothing is to be done."""
-
-    def made(self) -> None:
-        """Nothing is to be done."""
+        return contextlib.nullcontext()
 
     def group(self, meeting: Meeting) -> Group:
         """See `Backend`."""
@@ -161,7 +137,7 @@ class Nccl:
             one.abort()
         one.connect()
         self._connecting = None
-        return one
+        return cast(Group, one)
 
     def reuse(self, group: Group) -> None:
         """See `Backend`."""

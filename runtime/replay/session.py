@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import Self, cast
+from typing import Self
 
 import torch
 
 from slipstream.runtime.beside import Beside
-from slipstream.runtime.model.layers.worker_group import Backend as RanksBackend
 from slipstream.runtime.model.layers.worker_group import Connection
 from slipstream.runtime.replay.links import Groups, Links, Wanted
 from slipstream.runtime.replay.membership import Membership
@@ -99,8 +98,7 @@ class Session(RankSession):
         for rank in self.by_rank:
             rank.route()
         if group is not None:
-            backend = cast(RanksBackend, groups.named(ranks))
-            self._between_ranks = Connection(backend, told_in_one_line, self.device, self.staged)
+            self._between_ranks = Connection(groups.named(ranks), told_in_one_line, self.device, self.staged)
             group.connect(self._between_ranks)
         return self
 

@@ -65,7 +65,8 @@ class Generation:
         """Once there are layers to train."""
         self._thread: threading.Thread | None = None
         self._ended_at: float | None = None
-        self._paused = False
+        self.paused = False
+        """Whether `run` changes nothing any more."""
 
     @property
     def order(self) -> int:
@@ -75,12 +76,7 @@ class Generation:
     @property
     def ending(self) -> bool:
         """Whether the order has ended, and `Paused` has not been sent."""
-        return self._ended_at is not None and not self._paused
-
-    @property
-    def paused(self) -> bool:
-        """Whether `run` changes nothing any more."""
-        return self._paused
+        return self._ended_at is not None and not self.paused
 
     @property
     def _validated(self) -> Factor | None:
@@ -96,7 +92,7 @@ class Generation:
 
     def known(self) -> Known:
         """What another coordinator must know of this order, once it has paused."""
-        assert self._paused
+        assert self.paused
         begins, reached = self._order.first_iteration, self._reports.reached
         validated = self._validated or self._order.factor
         watched = self._training is not None and watches_gradients(self._context.config.training)
@@ -144,7 +140,7 @@ class Generation:
 
     def status(self) -> Status:
         """What `run` does at this moment."""
-        if self._paused:
+        if self.paused:
             return Status(self._context.worker, "waits for the next order", 0.0, waits=True)
         return self._activity.status(self._context.worker, self._schedule,
                                      None if self._thread is None else self._thread.ident)
@@ -190,7 +186,7 @@ class Generation:
         The order came after `Paused`, so that `run` changes nothing any more. It closes connections meanwhile: gloo
         takes 10 ms and more for that.
         """
-        assert self._paused
+        assert self.paused
         if self._training is not None:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
@@ -199,7 +195,7 @@ class Generation:
         self._context.layer_store.holding.zero_gradients()
 
     def _say_paused(self, reason: str | None) -> None:
-        self._paused = True
+        self.paused = True
         self._context.channel.send(Paused(self._context.worker, self.order,
                                           self._context.layer_store.ranges, self._validated, reason,
                                           self._context.layer_store.kept()))

@@ -5,7 +5,7 @@ holds several, they are one tensor. Gradients are summed over all workers that h
 are elementwise, so that all copies stay equal bit for bit. Files and digests have the first name of a group.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -43,12 +43,16 @@ class Sharing:
         """A layer's parameters that belong to another one, each with its first place."""
         return {place.name: first for place, first in self._first.items() if place.layer == layer and place != first}
 
-    def held(self, layers: Mapping[int, nn.Module]) -> Iterator[tuple[Place, list[Place]]]:
+    def held(self, layers: Collection[int]) -> Iterator[tuple[Place, list[Place]]]:
         """The groups that some layers have part in: the first place, and those in these layers."""
         for group in self.groups:
             mine = [place for place in group if place.layer in layers]
             if mine:
                 yield group[0], mine
+
+    def held_as(self, first: str, layers: Collection[int]) -> Place:
+        """Where one of these layers has what is named by its first place."""
+        return next(mine for place, (mine, *_) in self.held(layers) if str(place) == first)
 
     def tie(self, layers: Mapping[int, nn.Module]) -> None:
         """Make what these layers share one tensor: that of the first of them."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -24,27 +24,12 @@ NAME = "slipstream"
 """Of the backend, for torch.distributed."""
 
 
-class Backend(Protocol):
-    """A backend of torch.distributed, for some ranks: the calls that are passed on to it."""
-
-    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> distributed.Work:
-        """Start to reduce in place."""
-
-    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> distributed.Work:
-        """Start to send one rank's tensor to all."""
-
-    def _allgather_base(self, output: Tensor, input: Tensor) -> distributed.Work:
-        """Start to gather the tensors of all ranks, one after the other."""
-
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any) -> distributed.Work:
-        """Start to reduce, and give each rank a part."""
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """What carries the tensors of an order."""
 
-    backend: Backend
+    backend: Any
+    """One of torch.distributed, for these ranks: calls are passed on to it."""
     guard: Callable[[str], AbstractContextManager[None]]
     """Made with what is done, and entered for each collective: turns errors into those of the caller."""
     device: torch.device

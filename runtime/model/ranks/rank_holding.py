@@ -6,8 +6,7 @@ compute have all of these shards in one. Gradients go to the ranks before they a
 after a step: nothing is in both places for longer than it takes to get there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,23 +92,14 @@ class RankHolding(Holding):
             optimizer.write()
             optimizer.write_copies()
 
-    @contextmanager
-    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
-        """The gradients of a range at each rank, to be summed in place, by which it steps."""
-        by_rank = [one.take_gradients(layers) for one in self._ranks]
-        for layer in range(*layers):
-            for name, parameter in self.modules[layer].named_parameters():
-                if parameter.grad is not None and not self._sharing.is_shared(layer, name):
-                    self._give_gradient(layer, name)
-        yield by_rank
-
-    @contextmanager
-    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
-        """As `summed`, of a parameter that layers share, by its first name."""
-        by_rank = [one.take_shared_gradients(first) for one in self._ranks]
-        self._give_gradient(*next(mine for place, (mine, *_) in self._sharing.held(self.modules)
-                                  if str(place) == first))
-        yield by_rank
+    def summed(self, what: LayerRange | str) -> list[list[Tensor]]:
+        """See `Holding.summed`: each rank's, by which it steps."""
+        by_rank = [one.take_gradients(what) for one in self._ranks]
+        for place in [self._sharing.held_as(what, self.modules)] if isinstance(what, str) else [
+                (layer, name) for layer in range(*what) for name, one in self.modules[layer].named_parameters()
+                if one.grad is not None and not self._sharing.is_shared(layer, name)]:
+            self._give_gradient(*place)
+        return by_rank
 
     def _give_gradient(self, layer: int, name: str) -> None:
         """That of a parameter to each rank, as that has it; here it is no more."""

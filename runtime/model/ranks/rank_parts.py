@@ -30,16 +30,13 @@ class RankParts(Holding):
         """There are none any more."""
         self.reduce_by(())
 
-    def take_gradients(self, layers: LayerRange) -> list[Tensor]:
-        """Gradients of a range, as `gradients`, which are zero; there are none until then."""
-        self._gradients[layers] = self._zero_gradients(layers)
-        return self._gradients[layers]
-
-    def take_shared_gradients(self, first: str) -> list[Tensor]:
-        """Of a parameter that layers share, by its first name."""
-        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
-        self.shared_gradients[first] = self._zero_shared_gradients(mine)
-        return self.shared_gradients[first]
+    def take_gradients(self, what: LayerRange | str) -> list[Tensor]:
+        """Zero gradients, as `summed` names them; there are none until then."""
+        if isinstance(what, str):
+            found = self.shared_gradients[what] = self._zero_shared_gradients(self._sharing.held_as(what, self.modules))
+        else:
+            found = self._gradients[what] = self._zero_gradients(what)
+        return found
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """To be gathered: from now on, parameters are here, and those that are kept are right."""

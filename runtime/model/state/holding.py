@@ -4,8 +4,7 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -205,15 +204,10 @@ class Holding:
             return self._gradients[layers]
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
-    @contextmanager
-    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
-        """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
-        yield [self._gradients[layers]]
-
-    @contextmanager
-    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
-        """As `summed`, of a parameter that layers share, by its first name."""
-        yield [self.shared_gradients[first]]
+    def summed(self, what: LayerRange | str) -> list[list[Tensor]]:
+        """The gradients of a range, or of a parameter that layers share, by its first name. They are to be summed in
+        place: for each rank that this process stands for, its tensors."""
+        return [self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]]
 
     def layer_squares(self) -> dict[int, float]:
         """The sums of squares of the gradients of each layer's own parts: `PartOptimizer.squares`."""

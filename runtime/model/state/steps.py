@@ -74,8 +74,8 @@ class Steps:
         self._iteration = 0
         self._others_guess = False
         self._guessed = False
-        self._wrong = False
-        """Whether the guess of the others was wrong, as far as this process knows."""
+        self.wrong = False
+        """Whether the last step that has been validated was another one than others had guessed."""
         self._agreed = True
         """Whether the ranks of this worker go by that already."""
         self._when_validated: list[Callable[[], None]] = []
@@ -85,11 +85,6 @@ class Steps:
         """The last iterations whose sums have arrived, each with its mean loss."""
         self.void = False
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the last step that has been validated was another one than others had guessed."""
-        return self._wrong
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
         """O: step all layers, for good or on a guess. `loss` is this worker's part; `until_unread` waits until no other
@@ -131,7 +126,7 @@ class Steps:
         """
         self._take()
         if not self._agreed:
-            self._agreed, self.void = True, self._wrong
+            self._agreed, self.void = True, self.wrong
 
     def _take(self) -> None:
         if self._sums is None:
@@ -163,9 +158,9 @@ class Steps:
         self._sums = None
         self.validated = self._iteration, factor
         self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
-        self._wrong = self._others_guess and factor != 1.0
+        self.wrong = self._others_guess and factor != 1.0
         if self._agreed:
-            self.void = self._wrong
+            self.void = self.wrong
         self._end(factor)
 
     def when_validated(self, call: Callable[[], None]) -> None:

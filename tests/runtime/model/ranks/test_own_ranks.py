@@ -101,13 +101,13 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
         for layer, module in both.modules.items():
             for name, parameter in module.named_parameters():
                 parameter.grad.copy_(gradient(layer, name, module, parameter.shape, worker_group()))
-        with both.summed((0, 3)) as by_rank:
-            for (flat,), other in zip(by_rank, alone, strict=True):
-                theirs = torch.cat([one.flatten() for one in other.gradients()])
-                assert torch.equal(flat[:len(theirs)], theirs)
-            for (flat,), rank in zip(by_rank, both.by_rank, strict=True):
-                for span, sums in rank.copies((0, 3)).items():
-                    sums.copy_(flat[slice(*span)])
+        by_rank = both.summed((0, 3))
+        for (flat,), other in zip(by_rank, alone, strict=True):
+            theirs = torch.cat([one.flatten() for one in other.gradients()])
+            assert torch.equal(flat[:len(theirs)], theirs)
+        for (flat,), rank in zip(by_rank, both.by_rank, strict=True):
+            for span, sums in rank.copies((0, 3)).items():
+                sums.copy_(flat[slice(*span)])
         both.step(0)
         both.go_back(0)
         both.give_parameters()  # nothing is gathered: what its buddy keeps are copies

@@ -65,8 +65,8 @@ class Ranks:
         holding = self.holding
         for parameter in holding.parameters().values():
             parameter.grad.fill_(1.0)
-        with standing_in(2, 1, stands_for=2 if isinstance(holding, RankHolding) else 1), \
-                holding.summed((0, LAYERS)) as by_rank:
+        with standing_in(2, 1, stands_for=2 if isinstance(holding, RankHolding) else 1):
+            by_rank = holding.summed((0, LAYERS))
             self.watch()
         del by_rank
         holding.step(iteration)
