@@ -14,7 +14,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,
     Finished,
-    Kept,
     Known,
     Paused,
     Ran,
@@ -24,6 +23,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Status,
     ToCoordinator,
     Validated,
+    kept_by_all,
 )
 from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
 from slipstream.schedules.schedule import Worker
@@ -126,7 +126,7 @@ def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """The reason is that of the first to stop: the others have lost it."""
     held = frozenset.intersection(*(layers_in(one.layers) for one in reports))
     known = [one.validated for one in reports if one.validated is not None]
-    return replace(first, layers=_ranges(held), kept=_kept([one.kept for one in reports]),
+    return replace(first, layers=_ranges(held), kept=kept_by_all(one.kept for one in reports),
                    validated=max(known, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
 
@@ -142,21 +142,11 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     if any(one.order != last.order for one in found):
         held = frozenset()
     factors = [one.validated for one in found if one.validated is not None]
-    kept = _kept([one.kept for one in found]) if held else None
+    kept = kept_by_all(one.kept for one in found) if held else None
     return replace(last, layers=_ranges(held), kept=kept, behind=any(one.iteration < last.iteration for one in found),
                    pending=any(one.pending for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
-
-
-def _kept(by_rank: Sequence[Kept | None]) -> Kept | None:
-    """What all ranks keep. They have cut alike, and one may have been stopped before it did."""
-    found = [kept for kept in by_rank if kept is not None]
-    if not found:
-        return None
-    after = {kept.whole_after for kept in found}
-    return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
-                found[0].whole_after if len(after) == 1 else None)
 
 
 def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:

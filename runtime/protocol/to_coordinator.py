@@ -1,5 +1,7 @@
 """Messages from workers and node agents to the coordinator."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from slipstream.runtime.protocol.channel import Decoder
@@ -44,6 +46,14 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """Each a layer and the elements [start, stop) of it."""
     whole_after: int | None
     """The iteration after which it has the whole parameters of its layers; None: it lacks some."""
+
+
+def kept_by_all(ranks: Iterable[Kept | None]) -> Kept | None:
+    """What all ranks of a worker keep: they have cut alike, but some may have been stopped before they did, or before
+    they stepped; None: no rank says."""
+    found = [kept for kept in ranks if kept is not None]
+    return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
+                found[0].whole_after if len({kept.whole_after for kept in found}) == 1 else None) if found else None
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):

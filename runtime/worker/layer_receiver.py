@@ -58,9 +58,8 @@ class Sender(NamedTuple):
     """Where some layers come from."""
 
     address: Address
-    layers: tuple[int, ...] = ()
-    """Whole ones."""
-    parts: tuple[PartName, ...] = ()
+    parts: tuple[PartName, ...]
+    """Where they end at ALL: whole layers."""
 
 
 class LayerFetch(NamedTuple):
@@ -83,12 +82,9 @@ def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple
     for move, rank in product(moves, ranks):
         if move.target == worker:
             source = Source(move.source, rank)
-            address, layers, parts = found.get(source, Sender(by_rank[move.source][rank]))
-            if move.stop == ALL:
-                layers = (*layers, move.layer)
-            else:
-                parts = (*parts, PartName(move.layer, move.start, move.stop, move.state, rank))
-            found[source] = Sender(address, layers, parts)
+            before = found[source].parts if source in found else ()
+            found[source] = Sender(by_rank[move.source][rank], (
+                *before, PartName(move.layer, move.start, move.stop, move.state, rank)))
     return found
 
 
@@ -222,9 +218,8 @@ class _Transfer:
     def _start(self) -> None:
         try:
             for source, sender in self.fetch.senders.items():
-                whole = [part for layer in sender.layers if not self._over
-                         for part in self._parts_of(source.rank, layer)]
-                self._asked[source] = (*sender.parts, *whole)
+                self._asked[source] = tuple(one for part in sender.parts if not self._over for one in (
+                    [part] if part.stop != ALL else self._parts_of(part.rank, part.layer)))
         except Exception as error:
             self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return

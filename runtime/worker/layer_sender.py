@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from torch import Tensor
 
@@ -25,21 +24,9 @@ from slipstream.runtime.worker.layer_messages import (
     PartStepped,
 )
 from slipstream.runtime.worker.layer_server import LayerServer, Receiver
+from slipstream.runtime.worker.layer_store import LayerStore
 
 POLL_SECONDS = 0.002
-
-
-class Layers(Protocol):
-    """What the worker holds."""
-
-    def keeps(self, part: PartName) -> bool:
-        """Whether it keeps a part of a layer."""
-
-    def part_state(self, part: PartName) -> Mapping[str, Tensor]:
-        """A part of a layer that it keeps; the tensors themselves."""
-
-    def part_gradients(self, part: PartName) -> Mapping[str, Tensor]:
-        """By what a part that it keeps was stepped; the tensors themselves."""
 
 
 class LayerSender:
@@ -68,28 +55,29 @@ class LayerSender:
         """Whether a receiver waits for `before_step`."""
         return any(one.request.order is None for one in self._server.asking())
 
-    def before_step(self, iteration: int, layers: Layers) -> None:
+    def before_step(self, iteration: int, layers: LayerStore) -> None:
         """Send the state before an iteration's step to receivers that wait; all iterations before it are committed."""
         copied = _Copies()
         for one in self._server.asking():
             if one.request.order is None and self._holds_all(one, layers):
                 self._server.answer(one, _states(one.request, iteration, layers, copied))
 
-    def stepped(self, iteration: int, layers: Layers) -> None:
+    def stepped(self, iteration: int, layers: LayerStore) -> None:
         """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
         copied = _Copies()
         for one in self._server.following():
             if self._holds_all(one, layers):
                 for part in one.request.parts:
+                    store = layers.at(part.rank)
                     self._server.put(one, PartStepped(part, iteration), copied(
-                        layers.part_gradients if part.state else layers.part_state, part))
+                        store.part_gradients if part.state else store.part_state, part))
 
     def order_begins(self, order: int, committed: int) -> None:
         """Queue for all receivers that follow: an order begins, and this worker is at a committed iteration."""
         for one in self._server.following():
             self._server.put(one, OrderBegins(order, committed))
 
-    def give(self, order: int, committed: int, receivers: int, layers: Layers,
+    def give(self, order: int, committed: int, receivers: int, layers: LayerStore,
              require: Callable[[], None]) -> None:
         """While all wait: send layers as they are to so many receivers, and return when they have been sent.
 
@@ -119,17 +107,17 @@ class LayerSender:
         """End the thread and all connections."""
         self._server.close()
 
-    def _holds_all(self, receiver: Receiver, layers: Layers) -> bool:
-        held = all(map(layers.keeps, receiver.request.parts))
+    def _holds_all(self, receiver: Receiver, layers: LayerStore) -> bool:
+        held = all(layers.at(part.rank).keeps(part) for part in receiver.request.parts)
         if not held:
             self._server.drop(receiver)
         return held
 
 
-def _states(request: LayerRequest, iteration: int, layers: Layers, by: "_Reading"
+def _states(request: LayerRequest, iteration: int, layers: LayerStore, by: "_Reading"
             ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """All that is asked for, as it is before an iteration's step."""
-    return [(LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts]
+    return [(LayerPart(part, iteration), by(layers.at(part.rank).part_state, part)) for part in request.parts]
 
 
 _Read = Callable[[PartName], Mapping[str, Tensor]]

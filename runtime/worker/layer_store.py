@@ -16,7 +16,7 @@ from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from slipstream.runtime.model.state.parts import Cut, Elements
-from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.protocol.to_coordinator import Kept, kept_by_all
 from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
@@ -56,7 +56,8 @@ class LayerStore:
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon, and to come from others."""
         for layer in layers:
-            self.module(layer)
+            for store in (self, *self.by_rank):
+                store.module(layer)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -77,8 +78,8 @@ class LayerStore:
 
     def receive(self, received: ByRank) -> None:
         """Parts have come for an order: keep them, too, until the next `keep_parts`."""
-        (mine,) = received
-        self._received = [*(one for one in self._received if one.state), *mine]
+        for store, mine in zip(self.by_rank, received, strict=True):
+            store._received = [*(one for one in store._received if one.state), *mine]
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
@@ -89,9 +90,10 @@ class LayerStore:
         self._received, self._built = [], {}
 
     def kept(self) -> Kept | None:
-        """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
-        if not self.holding.keeps_parts:
-            return None
+        """What is kept at each rank, where workers keep parts of layers' states; else `ranges` say it."""
+        return kept_by_all(store._kept() for store in self.by_rank) if self.holding.keeps_parts else None
+
+    def _kept(self) -> Kept:
         return Kept((*((layer, *span) for layer, spans in self.holding.optimizer.kept.items() for span in spans),
                      *((one.layer, one.start, one.stop) for one in self._received if one.state)),
                     self.holding.optimizer.whole_after)
@@ -125,18 +127,18 @@ class LayerStore:
 
     def put(self, received: ByRank) -> None:
         """What was received of what is not kept here are the parameters from now on."""
-        (mine,) = received
-        for layer, module in self.holding.modules.items():
-            put(module, [one for one in mine if one.layer == layer], untrained_too=False)
-
-    def own_parts(self, layer: int) -> list[PartState]:
-        """This worker's own parts of a layer; the tensors themselves."""
-        return self.holding.optimizer.own_states(layer)
+        for store, mine in zip(self.by_rank, received, strict=True):
+            for layer, module in store.holding.modules.items():
+                put(module, [one for one in mine if one.layer == layer], untrained_too=False)
 
     @property
     def by_rank(self) -> Sequence["LayerStore"]:
         """That of each rank that this process stands for."""
         return [self]
+
+    def at(self, rank: int) -> "LayerStore":
+        """That of one of the worker's ranks; those that this process stands for follow each other."""
+        return self.by_rank[rank % len(self.by_rank)]
 
     def whole_layers(self, layers: Iterable[int], received: ByRank) -> dict[int, dict[str, Tensor]]:
         """Whole layers to be saved, in host memory, with what was received of what is not kept here. All ranks of a
@@ -161,18 +163,14 @@ class LayerStore:
         return whole(self.holding.modules[layer], [one for one in parts if one.layer == layer])
 
     def elements(self, layer: int) -> Elements:
-        """How many a layer has that is held, or will be."""
-        return elements_of(self.module(layer))
+        """How many a layer has, at a rank, that is held, or will be."""
+        return elements_of(self.by_rank[0].module(layer))
 
     def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
         """Those that are held already, and new ones, which are on the device from now on."""
         held = self.holding.modules
         return {layer: held[layer] if layer in held else moved(self.module(layer), self._device)
                 for layers in cuts for layer in range(*layers)}
-
-    def module_at(self, rank: int, layer: int) -> nn.Module:  # noqa: ARG002  # there is one
-        """`module`, as a rank of the worker has it for which this process stands."""
-        return self.module(layer)
 
     def module(self, layer: int) -> nn.Module:
         """A layer: one that is held, or a new one, whose state is to be loaded by `keep_parts`. For any thread."""

@@ -1,15 +1,12 @@
 """The layers of a process that stands for several ranks of its worker."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
 
 from slipstream.runtime.model.ranks.rank_holding import RankHolding
-from slipstream.runtime.model.state.parts import Cut, Elements
-from slipstream.runtime.protocol.to_coordinator import Kept
-from slipstream.runtime.worker.layer_messages import PartName
+from slipstream.runtime.model.state.parts import Cut
 from slipstream.runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
@@ -42,33 +39,6 @@ class RankStores(LayerStore):
         """Of each rank."""
         return [store for store, _ in self._ranks]
 
-    def _at(self, rank: int) -> LayerStore:
-        """That of one of the worker's ranks; those that this process stands for follow each other."""
-        return self.by_rank[rank % len(self._ranks)]
-
-    def module_at(self, rank: int, layer: int) -> nn.Module:
-        """See `LayerStore.module_at`."""
-        return self._at(rank).module(layer)
-
-    def keeps(self, part: PartName) -> bool:
-        """See `LayerStore.keeps`."""
-        return self._at(part.rank).keeps(part)
-
-    def part_state(self, part: PartName) -> dict[str, Tensor]:
-        """See `LayerStore.part_state`."""
-        return self._at(part.rank).part_state(part)
-
-    def part_gradients(self, part: PartName) -> dict[str, Tensor]:
-        """See `LayerStore.part_gradients`."""
-        return self._at(part.rank).part_gradients(part)
-
-    def prepare(self, layers: Iterable[int]) -> None:
-        """Build layers that are likely to be needed soon."""
-        layers = list(layers)
-        super().prepare(layers)
-        for store in self.by_rank:
-            store.prepare(layers)
-
     def clear(self) -> None:
         """Hold nothing."""
         for store in self.by_rank:
@@ -81,16 +51,10 @@ class RankStores(LayerStore):
             with stand_in():
                 store.read(layers, iteration)
 
-    def receive(self, received: ByRank) -> None:
-        """See `LayerStore.receive`: each rank its own."""
-        for store, mine in zip(self.by_rank, received, strict=True):
-            store.receive([mine])
-
     def put(self, received: ByRank) -> None:
-        """See `LayerStore.put`: each rank its own."""
+        """See `LayerStore.put`."""
         self.holding.give_parameters()
-        for store, mine in zip(self.by_rank, received, strict=True):
-            store.put([mine])
+        super().put(received)
         self.holding.arrived()
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
@@ -101,16 +65,3 @@ class RankStores(LayerStore):
                 store.keep_parts(cuts, worker, after)
         self.holding.join(self._modules(cuts))
         self._built = {}
-
-    def kept(self) -> Kept | None:
-        """What is kept at each rank: they have cut alike, but one of them may have been stopped before it stepped."""
-        if not self.holding.keeps_parts:
-            return None
-        found = [kept for store in self.by_rank if (kept := store.kept()) is not None]
-        after = {kept.whole_after for kept in found}
-        return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
-                    found[0].whole_after if len(after) == 1 else None)
-
-    def elements(self, layer: int) -> Elements:
-        """How many a layer has at a rank."""
-        return self.by_rank[0].elements(layer)

@@ -67,8 +67,9 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         memory=DeviceMemory(spec.worker, device),
         checkpointer=checkpointer,
         layer_receiver=LayerReceiver(
-            layer_store.module_at, partial(SteppedPart, config=training, device=device, sharing=sharing), device,
-            settings.secret, _FetchReports(spec.worker, channel, injector), _ranks(spec)),
+            lambda rank, layer: layer_store.at(rank).module(layer),
+            partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
+            _FetchReports(spec.worker, channel, injector), _ranks(spec)),
         layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 

@@ -172,7 +172,7 @@ class Training:
                     if me == writer != member:
                         received[-1] += unpack_parts(rank.receive_bytes(layers, member))
                     elif me == member != writer:
-                        rank.send_bytes(pack_parts(mine.own_parts(layer)), layers, writer)
+                        rank.send_bytes(pack_parts(mine.holding.optimizer.own_states(layer)), layers, writer)
         return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
