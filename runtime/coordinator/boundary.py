@@ -7,12 +7,12 @@ another schedule is better for the workers' speeds, all members stop before the 
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.cost_fit import LEAD
-from slipstream.runtime.coordinator.effects import Note
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.run_state import Step, Training
 from slipstream.runtime.coordinator.schedule_choice import degraded, settled, with_joining
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import Noted
 from slipstream.runtime.protocol.to_worker import MeasureSpeed, NewCosts
 from slipstream.schedules.schedule import NoScheduleError, Schedule
 
@@ -47,7 +47,7 @@ def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:
     state = step.state
     join = Join(schedule=schedule, order=state.order, began=state.log.next_iteration, settles=settles,
                 moves=step.fetched_for(schedule), speeds=state.slow.speeds)
-    step.change(joins=state.joins.begin(join, state.addresses, state.live, step))
+    step.change(joins=state.joins.begin(join, state.addresses(join.moves), state.live, step))
     return step.state.joins.join is not None
 
 
@@ -138,8 +138,8 @@ def _choose_costs(step: Step) -> None:
     if costs.current is not state.costs.current:
         first = state.log.furthest + 1 + LEAD
         step.change(phase=replace(state.phase, new_costs=NewCosts(first, costs.current)))
-        step.do(Note(f"from iteration {first} on, samples are dealt by costs fitted to what was measured: known to "
-                     f"{costs.error:.1%}, {costs.error_before:.1%} before"))
+        step.do(Noted(text=f"from iteration {first} on, samples are dealt by costs fitted to what was measured: known "
+                           f"to {costs.error:.1%}, {costs.error_before:.1%} before"))
 
 
 def _earliest_stop(step: Step) -> int:

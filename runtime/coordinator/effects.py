@@ -1,6 +1,7 @@
 """Effects: what is to be done outside because of an event, once it has been handled.
 
-Besides what is here, an event of the run (`runtime.events`) is one: write it. A question (`questions`): find its
+Besides what is here, an event of the run (`runtime.events`) is one: write it, with what it is about: the schedule of an
+order, the losses that are given up. What is `Noted`, people are told, too. A question (`questions`): find its
 answer, which comes as an event. A `SpeedEvent`, a `Recovery` or a text: tell people. What is committed
 (`commit_log`), and what another coordinator's run is gone on with from (`take_over`): write the losses.
 """
@@ -19,24 +20,6 @@ class Send(msgspec.Struct, frozen=True):
 
     workers: tuple[Worker, ...]
     message: ToWorker
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Tell people of something that was survived, and keep it."""
-
-    text: str
-
-
-class GoBack(msgspec.Struct, frozen=True):
-    """The iterations from this one on are no longer committed."""
-
-    iteration: int
-
-
-class Keep(msgspec.Struct, frozen=True):
-    """Keep a schedule that an order uses."""
-
-    text: bytes
 
 
 class Effects:

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
-from slipstream.runtime.coordinator.effects import GoBack, Keep, Send
-from slipstream.runtime.coordinator.effects import Note as NoteEffect
+from slipstream.runtime.coordinator.effects import Send
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathered_reports import GatheredReports
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
@@ -53,6 +52,7 @@ from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished
+from slipstream.runtime.events import Noted, OrderGiven, WentBack
 from slipstream.runtime.processes.fork_server import ForkServerError
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
@@ -226,22 +226,22 @@ class EventLoop:
                 order, phase = self.state.order, self.state.phase
                 if order > 1 and isinstance(phase, Training) and effect.iteration == phase.began:
                     in_thread(partial(self._run.forget_orders, order), lambda _: None)
+            case Noted():
+                self.news.note(effect.text)
             case RunEvent():
+                if isinstance(effect, OrderGiven):
+                    self._event_log.keep(self._rules.prepared(self.state.current).text)
+                elif isinstance(effect, WentBack):
+                    self.news.went_back(self.state.log.next_iteration)
                 self._event_log.write(effect)
-            case Keep():
-                self._event_log.keep(effect.text)
             case Question():
                 self._schedules.find(effect)
             case SpeedQuestion():
                 self._schedules.decide(effect)
-            case NoteEffect():
-                self.news.note(effect.text)
             case SpeedEvent():
                 self.news.speed(effect)
             case Recovery() | str():
                 self._notify(effect)
-            case GoBack():
-                self.news.went_back(effect.iteration)
             case Found():
                 for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
                     self.processes.kill(worker)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from slipstream.runtime.coordinator import orders
-from slipstream.runtime.coordinator.effects import GoBack
 from slipstream.runtime.coordinator.layer_moves import Holders, plan_moves
+from slipstream.runtime.coordinator.lost_workers import reasons_of
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import PlannerFailedError
 from slipstream.runtime.coordinator.run_state import Step
@@ -31,7 +31,7 @@ def give_order(step: Step, missing: int) -> None:
     """
     state, placement, partition = step.state, step.rules.placement, step.rules.partition
     everyone, first = state.everyone, state.log.next_iteration
-    reasons = state.lost.reasons_of(missing, state.grid, placement, state.members, state.ready)
+    reasons = reasons_of(state.lost, missing, state.grid, placement, state.members, state.ready)
     held = any(missing in layers for layers in state.holds.values())
     why = f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}" if held else \
         f"stage {placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
@@ -64,7 +64,6 @@ def give_order(step: Step, missing: int) -> None:
     iteration, readers = back
     step.change(recovery=state.recovery.begin(step.at).went_back(iteration, first - iteration),
                 log=state.log.go_back(iteration), asked=PersistentMap(), readable=PersistentMap())
-    step.do(GoBack(iteration))
     step.do(WentBack(lost=first - iteration, reason=why))
     needs = placement.held_by(schedule)
     reads = who_reads_what(needs, readers)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
-from slipstream.runtime.protocol.to_worker import Fetch, Move
+from slipstream.runtime.protocol.to_worker import Addresses, Fetch, Move
 from slipstream.schedules.schedule import Schedule, Worker
 
 PAUSE_SECONDS = 0.5
@@ -76,8 +76,7 @@ class Joins(msgspec.Struct, frozen=True, kw_only=True):
         """The join, if it is complete."""
         return self.join if self.complete else None
 
-    def begin(self, join: Join, addresses: Mapping[Worker, tuple[tuple[str, int], ...]], told: Collection[Worker],
-              to: Effects) -> "Joins":
+    def begin(self, join: Join, addresses: Addresses, told: Collection[Worker], to: Effects) -> "Joins":
         """Have the targets of the join's moves get their layers from the sources; `told` are all that live.
 
         Where that has failed too often, the join is complete as it is, and nothing is fetched; where nobody joins,
@@ -89,9 +88,7 @@ class Joins(msgspec.Struct, frozen=True, kw_only=True):
         number, layers = max(self.number, join.order * NUMBERS) + 1, lacking.total()
         to.do(FetchBegun(fetch=number, purpose="settle" if join.settles else "join", layers=layers,
                          workers=tuple(sorted(lacking))))
-        to.send(told, Fetch(
-            number=number, order=join.order, moves=join.moves,
-            addresses=tuple((worker, addresses[worker]) for worker in sorted({move.source for move in join.moves}))))
+        to.send(told, Fetch(number=number, order=join.order, moves=join.moves, addresses=addresses))
         return replace(self, number=number, join=replace(join, fetch=number, lacking=lacking, layers=layers))
 
     def fetch_up_to_date(self, worker: Worker, fetch: int, to: Effects) -> "Joins":

@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import going_back, orders
+from slipstream.runtime.coordinator import going_back, lost_workers, orders
 from slipstream.runtime.coordinator.layer_moves import plan_moves
+from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.questions import PlannerFailedError
 from slipstream.runtime.coordinator.run_state import Gathering, Step, Training
@@ -28,7 +29,7 @@ def give(step: Step) -> None:
     if missing:
         going_back.give_order(step, missing[0])
     elif not everyone:
-        why = f"no worker is left: {state.lost.reasons()}"
+        why = f"no worker is left: {lost_workers.reasons(state.lost)}"
         if not state.stopping:
             raise RunError(why)
         orders.leave(step, why)
@@ -119,7 +120,7 @@ def _let_go(step: Step) -> None:
     leaving, lost = sorted(step.state.leaving), step.state.lost
     reasons = {worker: f"worker {worker} has left, as it was told to" for worker in leaving}
     for worker, reason in reasons.items():
-        lost = lost.adding(worker, reason, step.state.holds.get(worker, ()))
+        lost = lost.adding(worker, Loss(reason, step.state.holds.get(worker, frozenset())))
     step.send(leaving, Leave())
     step.change(lost=lost)
     step.forget(leaving)
@@ -152,7 +153,7 @@ def _next_schedule(step: Step, untouched: bool) -> Schedule | None:
     except PlannerFailedError:
         raise  # the next coordinator tries once more
     except NoScheduleError as error:
-        raise RunError(", and ".join(filter(None, (state.lost.reasons(), str(error))))) from None
+        raise RunError(", and ".join(filter(None, (lost_workers.reasons(state.lost), str(error))))) from None
 
 
 def _schedule_of(step: Step, live: Collection[Worker], untouched: bool) -> Schedule | None:

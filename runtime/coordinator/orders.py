@@ -1,18 +1,17 @@
 """Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.effects import Keep, Note
 from slipstream.runtime.coordinator.event_log import digest_of
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.run_state import Finishing, Left, Step, Training
-from slipstream.runtime.events import HandedOver, Joined, OrderGiven
+from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_worker import (
     KEPT_CONTENTS,
@@ -27,8 +26,6 @@ from slipstream.runtime.protocol.to_worker import (
 )
 from slipstream.schedules.parts import Parts
 from slipstream.schedules.schedule import COMPUTE_KINDS, Schedule, Worker
-
-Address = tuple[str, int]
 
 
 def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | None = None, *,
@@ -61,7 +58,7 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
     step.send(sorted(told), Train(
         order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
-        addresses=_addresses(step, moves), failed=parts.failed,
+        addresses=step.state.addresses(moves), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
         stand_for=tuple((worker, ranks) for worker, ranks in stand_for if ranks > 1),
         factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
@@ -72,7 +69,6 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
         step.do(Joined(worker=worker, stands_for=step.state.live[worker].stands_for))
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     moved = any(map(schedule.holds_others, schedule.seats))
-    step.do(Keep(text))
     step.do(OrderGiven(
         order=order, schedule=digest_of(text), live=len(live),
         planned_period=round(schedule.seconds(schedule.period_ticks), 9),
@@ -117,20 +113,15 @@ def finish(step: Step) -> None:
                 slow=state.slow if state.leaving else state.slow.over(first, step))
     step.send(sorted(state.members), Finish(
         order=order, first_iteration=first, writers=tuple(writers.items()), factor=step.state.log.factor,
-        moves=moves, addresses=_addresses(step, moves), parameters=first >= rules.iterations.stop))
+        moves=moves, addresses=state.addresses(moves), parameters=first >= rules.iterations.stop))
 
 
 def leave(step: Step, why: str | None = None) -> None:
     """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
     if why is not None:
-        step.do(Note(f"{why}: the run, which was told to end, ends without another checkpoint"))
+        step.do(Noted(text=f"{why}: the run, which was told to end, ends without another checkpoint"))
     step.send(sorted(step.state.live), Leave())
     step.change(phase=Left())
-
-
-def _addresses(step: Step, moves: Iterable[Move]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
-    """Where the sources listen."""
-    return tuple((source, step.state.live[source].addresses) for source in sorted({move.source for move in moves}))
 
 
 def _without_microbatches(schedule: Schedule) -> frozenset[Worker]:

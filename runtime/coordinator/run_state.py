@@ -15,7 +15,7 @@ from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.join_planning import Joins
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
 from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
-from slipstream.runtime.coordinator.lost_workers import LostWorkers
+from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.part_moves import Partition
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.planning import Prepared
@@ -27,7 +27,7 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
-from slipstream.runtime.protocol.to_worker import Move, NewCosts
+from slipstream.runtime.protocol.to_worker import Addresses, Move, NewCosts
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -148,7 +148,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     costs: CostFit | None
     checkpoints: CheckpointTimer
     recovery: RecoveryClock = RecoveryClock()
-    lost: LostWorkers = LostWorkers()
+    lost: PersistentMap[Worker, Loss] = PersistentMap()
+    """Those that are gone, until they are back."""
     asked: PersistentMap[Worker, float] = PersistentMap()
     """When workers were asked which checkpoints they can read, by time.monotonic (`going_back`)."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
@@ -193,10 +194,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         """What they keep of optimizer states, where workers keep parts."""
         return {worker: holding.kept for worker, holding in self.paused.items() if holding.kept is not None}
 
-    @property
-    def addresses(self) -> dict[Worker, tuple[tuple[str, int], ...]]:
-        """Where each rank of a worker sends layers from."""
-        return {worker: present.addresses for worker, present in self.live.items()}
+    def addresses(self, moves: Iterable[Move]) -> Addresses:
+        """Where each rank of the sources sends layers from."""
+        return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
 
     def held_now(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
         """The layers of each member under the present schedule."""

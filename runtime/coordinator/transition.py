@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator import boundary, next_order, orders
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.cost_fit import LEAD
-from slipstream.runtime.coordinator.effects import Note
+from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import ScheduleFound
 from slipstream.runtime.coordinator.run_state import (
@@ -29,7 +29,7 @@ from slipstream.runtime.coordinator.run_state import (
 )
 from slipstream.runtime.coordinator.speed_planning import SpeedsPlanned
 from slipstream.runtime.coordinator.take_over import Rejoining
-from slipstream.runtime.events import CoordinatorRestarted, Resumed
+from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
 from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchFailed,
@@ -210,7 +210,7 @@ def _ready(step: Step, report: Ready) -> None:
         raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or know other costs of samples; "
                              "give every node the same [training] and data")
     step.change(live=state.live.adding(worker, Present(report.addresses, report.stands_for)), corpus=corpus,
-                lost=state.lost.back(worker), contents=state.contents.without(worker))
+                lost=state.lost.without(worker), contents=state.contents.without(worker))
     if isinstance(state.phase, Rejoining):
         step.change(phase=state.phase.ready(worker, report.known, step.at))
 
@@ -304,11 +304,12 @@ def _finished(step: Step, report: Finished) -> None:
 def _lost(step: Step, event: Lost) -> None:
     state, worker = step.state, event.worker
     was_member = worker in state.members
-    layers = step.rules.placement.held(state.current, worker) if worker in state.current.seat_of else ()
-    step.change(lost=state.lost.adding(worker, event.reason, layers))
+    layers = step.rules.placement.held(state.current, worker) if worker in state.current.seat_of \
+        else frozenset[int]()
+    step.change(lost=state.lost.adding(worker, Loss(event.reason, layers)))
     step.forget([worker])
     if not was_member:
-        step.do(Note(f"{event.reason}, before it took part"))
+        step.do(Noted(text=f"{event.reason}, before it took part"))
         return
     next_order.enter_losses(step, [(worker, event.reason)], event.since)
     next_order.enter_nodes(step, [worker])
@@ -341,9 +342,6 @@ def _take_over(step: Step, phase: Rejoining) -> None:
     step.change(phase=Training(ended=True), order=found.order, members=members, paused=paused,
                 log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
-    lost = state.lost
-    for worker, reason in reasons:
-        lost = lost.adding(worker, reason, ())
-    step.change(lost=lost)
+    step.change(lost=PersistentMap([*state.lost.items(), *((worker, Loss(reason)) for worker, reason in reasons)]))
     next_order.enter_losses(step, reasons, step.at)
     next_order.enter_nodes(step, found.missing)

@@ -40,6 +40,8 @@ class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
     """With the optimizer's state, else parameters alone."""
 
 
+Addresses = tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...]
+"""Where each rank of some workers listens (`runtime.worker.layer_sender`)."""
 NOTHING = msgspec.Raw(b"null")
 KEPT_CONTENTS = 64
 """A worker keeps so many contents, the last ones to come; its coordinator knows which these are."""
@@ -80,8 +82,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
     """Where workers keep parts, the ranges whose parts stay as they are, as some have gone who keep them: with those by
     whom they are cut (`runtime.model.state.parts.Cut.left`)."""
-    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
-    """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
+    addresses: Addresses = ()
+    """Of their sources."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     stand_for: tuple[tuple[Worker, int], ...] = ()
@@ -113,8 +115,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     factor: Factor | None = None
     moves: tuple[Move, ...] = ()
     """What the writers lack, where workers keep parts of layers' optimizer states."""
-    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
-    """Where each rank of their sources listens."""
+    addresses: Addresses = ()
+    """Of their sources."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -159,8 +161,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     order: int
     """The one that is being followed."""
     moves: tuple[Move, ...] = ()
-    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
-    """Where each rank of a source listens (`runtime.worker.layer_sender`)."""
+    addresses: Addresses = ()
+    """Of their sources."""
 
 
 class ReportStatus(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ import math
 import random
 
 from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
-from slipstream.runtime.coordinator.effects import GoBack, Send
+from slipstream.runtime.coordinator.effects import Send
 from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
 from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService, without_idle
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
@@ -14,6 +14,7 @@ from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.take_over import Found, Rejoining
 from slipstream.runtime.coordinator.transition import Look, Lost, transition
 from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.events import WentBack
 from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
@@ -103,8 +104,8 @@ class World:
                     if self.rng.random() < 0.05:
                         self.restart()  # between a commit and its acknowledgement
                         return
-                case GoBack():
-                    self.go_back(effect.iteration)
+                case WentBack():
+                    self.go_back(self.state.log.next_iteration)
                 case Found():
                     self.took_over(effect)
                 case Question():

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import going_back
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.effects import GoBack, Send
+from slipstream.runtime.coordinator.effects import Send
 from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.run_state import Rules, begun
@@ -22,7 +22,7 @@ from slipstream.runtime.coordinator.transition import (
     transition,
 )
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.events import Event, NodeLost
+from slipstream.runtime.events import Event, NodeLost, WentBack
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
@@ -101,8 +101,8 @@ class Run:
                             self.sent[worker].append(effect.message)
                     case Event():
                         self.events.append(effect)
-                    case GoBack():
-                        self.back.append(effect.iteration)
+                        if isinstance(effect, WentBack):
+                            self.back.append(self.state.log.next_iteration)
             for effect in effects:
                 if isinstance(effect, Question):
                     self.happens(*self.planner.found(effect))
