@@ -53,7 +53,7 @@ def timeline_data(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] 
 
     Raises ValueError where there is more to show than `MAX_OPS` different ops.
     """
-    count = sum(len(one.schedule.programs[program]) for one in shown for program, _ in _numbered(one.schedule))
+    count = sum(len(one.schedule.programs[seat.program]) for one in shown for seat in one.schedule.different)
     count += sum(len(iteration.ops) for iteration in measured)
     if count > MAX_OPS:
         raise ValueError(f"{count} different ops are too many for a page (at most {MAX_OPS})")
@@ -64,25 +64,14 @@ def timeline_data(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] 
             "names": {kind.value: NAMES[kind] for kind in OpKind}}
 
 
-def _numbered(schedule: Schedule) -> dict[tuple[int, int | None], int]:
-    """Each program at each speed at which it runs, numbered by first use."""
-    slow, numbers = schedule.times.per_mille_of, dict[tuple[int, int | None], int]()
-    for seat in schedule.seats:
-        numbers.setdefault((seat.program, slow.get(seat.worker)), len(numbers))
-    return numbers
-
-
 def _planned(shown: Shown) -> dict[str, Any]:
-    schedule, numbers = shown.schedule, _numbered(shown.schedule)
-    slow = schedule.times.per_mille_of
-    numbered = [numbers[seat.program, slow.get(seat.worker)] for seat in schedule.seats]
-    first = dict(zip(reversed(numbered), reversed(schedule.seats), strict=True))
-    placed = [(seat.role, schedule.ops(seat.worker)) for _, seat in sorted(first.items())]
+    schedule = shown.schedule
+    placed = [(seat.role, schedule.ops(seat.worker)) for seat in schedule.different]
     tracks, unit = _tracks(schedule, placed, schedule.times.transfer)
     return _panel(schedule, shown.name, schedule.tick_seconds * unit, schedule.times.transfer / unit) | {
         "measured": False, "shown": True, "violation": shown.violation, "tracks": tracks,
         "numbers": summary(schedule),
-        "seats": [_seat(schedule, seat, number) for seat, number in zip(schedule.seats, numbered, strict=True)]}
+        "seats": [_seat(schedule, seat, schedule.alike[seat.worker]) for seat in schedule.seats]}
 
 
 def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -> dict[str, Any]:

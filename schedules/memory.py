@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from slipstream.schedules.layers import total
-from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place
+from slipstream.schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
@@ -53,13 +53,5 @@ def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
     memory = schedule.memory
     if memory is None:
         return {}
-    slow = schedule.times.per_mille_of
-    known: dict[tuple[int, int | None], int] = {}  # workers of one program and one speed hold the same
-    peaks = {}
-    for seat in schedule.seats:
-        key = (seat.program, slow.get(seat.worker))
-        if key not in known:
-            profile = memory_profile(memory, place(schedule.programs[seat.program], seat, schedule.times))
-            known[key] = max((held for _, held in profile), default=0)
-        peaks[seat.worker] = known[key]
-    return peaks
+    return schedule.of_each(lambda worker: max(
+        (held for _, held in memory_profile(memory, schedule.ops(worker))), default=0))

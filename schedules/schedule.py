@@ -9,16 +9,18 @@ the pipeline of a micro-batch only where it differs from the pipeline of the rol
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from slipstream.schedules.layers import LayerRange as LayerRange
 from slipstream.schedules.layers import joined_ranges, layers_text, total, totals
+
+T = TypeVar("T")
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
@@ -464,6 +466,28 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def moves(self) -> tuple[Seat, ...]:
         """Seats whose worker plays a role other than its own: it must load that role's layers."""
         return tuple(seat for seat in self.seats if seat.worker != seat.role)
+
+    @cached_property
+    def alike(self) -> Mapping[Worker, int]:
+        """Live workers that run the same ops, for the same time and at the same times, have one number, by first use:
+        of thousands, most do."""
+        numbers: dict[tuple[object, ...], int] = {}
+        return {seat.worker: numbers.setdefault(
+            (seat.program, self.times.per_mille_of.get(seat.worker), seat.role.column, seat.holds), len(numbers))
+            for seat in self.seats}
+
+    @property
+    def different(self) -> list[Seat]:
+        """The first seat of each of these numbers."""
+        first: dict[int, Seat] = {}
+        for seat in self.seats:
+            first.setdefault(self.alike[seat.worker], seat)
+        return list(first.values())
+
+    def of_each(self, value: Callable[[Worker], T]) -> dict[Worker, T]:
+        """What follows from the ops of each live worker, found once for all that are alike."""
+        found = [value(seat.worker) for seat in self.different]
+        return {worker: found[number] for worker, number in self.alike.items()}
 
     def ops(self, worker: Worker) -> list[Op]:
         """The ops of one live worker in program order, in place."""

@@ -8,15 +8,8 @@ from slipstream.schedules.schedule import Schedule, Worker, period_ticks
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
     """The part of the period in which each live worker runs ops, but for what goes on beside others."""
-    slow, shares = schedule.times.per_mille_of, dict[Worker, float]()
-    known: dict[tuple[object, ...], float] = {}  # of thousands of workers, most run the same
-    for seat in schedule.seats:
-        key = (seat.program, slow.get(seat.worker), seat.role.column, seat.holds)
-        if key not in known:
-            known[key] = sum(op.end_ticks - op.start_ticks for op in schedule.occupying(seat.worker)) \
-                / (schedule.period_ticks or 1)
-        shares[seat.worker] = known[key]
-    return shares
+    return schedule.of_each(lambda worker: sum(
+        op.end_ticks - op.start_ticks for op in schedule.occupying(worker)) / (schedule.period_ticks or 1))
 
 
 def bubble_share(schedule: Schedule) -> float:

@@ -40,3 +40,28 @@ def test_equals_the_definition(schedule):
     for worker, peak in peaks.items():
         instants = {tick for op in schedule.ops(worker) for tick in (op.start_ticks, op.end_ticks)}
         assert peak == max(held(schedule, worker, tick) for tick in instants)
+
+
+def spans(schedule):
+    """When each live worker runs what, asked of workers that are alike and of each."""
+    def of(worker):
+        return [(op.kind, op.slice, op.start_ticks, op.end_ticks) for op in schedule.ops(worker)]
+
+    return schedule.of_each(of), {seat.worker: of(seat.worker) for seat in schedule.seats}
+
+
+@given(schedules())
+def test_workers_are_alike_whose_ops_are(schedule):
+    of_alike, of_each = spans(schedule)
+    assert of_alike == of_each
+
+
+def test_workers_that_hold_other_layers_step_for_another_time():
+    """Though they run the same program."""
+    schedule = by_hand(HEALTHY)
+    first, *others = schedule.seats
+    times = replace(schedule.times, optimizer_of_layer=(1, 3))
+    of_alike, of_each = spans(replace(schedule, times=times, seats=(replace(first, holds=((0, 2),)), *others)))
+    assert of_alike == of_each
+    steps = [of_alike[seat.worker][-1] for seat in schedule.seats if seat.program == first.program]
+    assert len(steps) > 1 and steps[0] != steps[-1]
