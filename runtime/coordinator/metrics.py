@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
@@ -20,18 +20,8 @@ from slipstream.runtime.coordinator.writer import AT_ONCE, Writer
 from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
 from slipstream.runtime.model.state.learning_rate import learning_rate
 
-
-class Sink(Protocol):
-    """Where metrics go. All methods raise OSError."""
-
-    def append(self, line: Metrics) -> None:
-        """Enter an iteration; other processes see it when this returns."""
-
-    def go_back(self, iteration: int) -> None:
-        """Forget the iterations from this one on: they are run again."""
-
-    def close(self) -> None:
-        """There will be no more."""
+Sink = IterationLines | TensorBoard
+"""Where metrics go. All methods raise OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

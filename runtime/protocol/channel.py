@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from slipstream.runtime.errors import first_line
+from slipstream.runtime.errors import first_line, reason_of
 from slipstream.runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Secret, Tags, introduce
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
@@ -135,7 +135,7 @@ class Channel(Generic[T]):
                                               min(timeout_seconds, ANSWER_SECONDS))
         except (AuthenticationError, OSError) as error:
             self._socket.close()
-            raise RendezvousError(f"node 0 at {address} was reached, but {_reason(error)}") from None
+            raise RendezvousError(f"node 0 at {address} was reached, but {reason_of(error)}") from None
         self._frames = Frames(receiving)
         self._socket.settimeout(ANSWER_SECONDS)
 
@@ -223,12 +223,12 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
             connection = _attempt(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() >= tell:
-                waiting(f"waiting for node 0 at {address}: {error.strerror or first_line(error)}")
+                waiting(f"waiting for node 0 at {address}: {reason_of(error)}")
                 tell = time.monotonic() + TELL_SECONDS
             attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
                 raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
-                                      f"{error.strerror or first_line(error)}") from None
+                                      f"{reason_of(error)}") from None
             time.sleep(RETRY_SECONDS)
             continue
         if connection is not None:
@@ -253,8 +253,4 @@ def _attempt(address: Rendezvous, seconds: float) -> socket.socket | None:
 
 
 def _gone(reason: OSError | str) -> RendezvousError:
-    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else _reason(reason)}")
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else reason_of(reason)}")

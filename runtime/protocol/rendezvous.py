@@ -9,7 +9,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError
 
-from slipstream.runtime.errors import first_line
+from slipstream.runtime.errors import reason_of
 from slipstream.runtime.torch_private import TCPStore
 
 LOOPBACK = "127.0.0.1"
@@ -51,7 +51,7 @@ def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezv
     try:
         listener = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise RendezvousError(f"cannot listen at {wanted}: {_reason(error)}") from None
+        raise RendezvousError(f"cannot listen at {wanted}: {reason_of(error)}") from None
     return listener, Rendezvous(wanted.host, listener.getsockname()[1])
 
 
@@ -62,7 +62,7 @@ def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvo
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
                         master_listen_fd=listener.detach()), opened
     except DistError as error:
-        raise RendezvousError(f"cannot listen at {opened}: {_reason(error)}") from None
+        raise RendezvousError(f"cannot listen at {opened}: {reason_of(error)}") from None
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
@@ -71,7 +71,7 @@ def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPSt
         return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:
         raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
-                              f"{_reason(error)}") from None
+                              f"{reason_of(error)}") from None
 
 
 def address_towards(rendezvous: Rendezvous) -> str:
@@ -99,7 +99,3 @@ def interface_towards(rendezvous: Rendezvous) -> str | None:
                 if fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24] == address:  # SIOCGIFADDR
                     return name
     return None
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

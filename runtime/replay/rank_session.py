@@ -1,6 +1,7 @@
 """What a session carries as one of the ranks of a worker: tensors, sums of gradients, bytes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import Worker
 
+T = TypeVar("T")
 Shared = LayerRange | str
 """What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
 BYTES_TAG = 2**24
@@ -137,18 +139,17 @@ class RankSession:
         return f" {word} ".join(members), members, workers.index(self.worker)
 
     def _way(self, source: Worker, target: Worker) -> tuple[Group, int]:
-        self._groups.require()  # a transfer may begin, and fail later, on connections that were just shut
-        try:
-            return self._routes[source, target]
-        except KeyError:
-            raise RuntimeError("there is no connection") from None
+        return self._connected(self._routes.get((source, target)))
 
     def _sharing(self, what: Shared) -> Group:
-        self._groups.require()
-        try:
-            return self._of_sharers[self._sharers[what]]
-        except KeyError:
-            raise RuntimeError("there is no connection") from None
+        return self._connected(self._of_sharers.get(self._sharers.get(what, ())))
+
+    def _connected(self, found: T | None) -> T:
+        """What an order that is open has. Raises RuntimeError."""
+        self._groups.require()  # a transfer may begin, and fail later, on connections that were just shut
+        if found is None:
+            raise RuntimeError("there is no connection")
+        return found
 
     def _of_bytes(self, layers: LayerRange) -> Group:
         self._groups.require()

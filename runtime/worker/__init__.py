@@ -31,8 +31,7 @@ Its parts:
     training             the iterations of the order
     reports              what is reported of each, and acknowledged
     activity             what it does at a moment
-    device_memory        what is done where a device has no room
-    freed_memory         goes back to the system when an order has ended
+    device_memory        what is done where a device has no room; what an order has freed goes back to the system
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker
     rank_stores          what it holds for each of them, where workers keep parts of optimizer states

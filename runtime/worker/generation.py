@@ -21,7 +21,7 @@ from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import Activity
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
-from slipstream.runtime.worker.freed_memory import give_back
+from slipstream.runtime.worker.device_memory import trim
 from slipstream.runtime.worker.layers_of_order import take_layers
 from slipstream.runtime.worker.reports import Reports
 from slipstream.runtime.worker.training import Training
@@ -178,7 +178,7 @@ class Generation:
         self._session.release()
         self._say_paused(reason)
         self._session.close()
-        give_back()
+        trim()
 
     def leave(self, order: Order) -> None:
         """The next order has come: go back to the last committed iteration.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.layers.cross_entropy import IGNORED
 from slipstream.runtime.model.layers.torchtitan.specification import parsed
 
 KEPT = 8
@@ -22,7 +23,6 @@ KEPT = 8
 OPTIONS = ("assets", "dataset", "dataset_path")
 """Keys of `[training.options]`: the folder of the tokenizer, the name of a data set of torchtitan, where it lies. Where
 `[model.options] arguments` are given they say all of it."""
-IGNORED = -100
 
 
 class Sample(NamedTuple):

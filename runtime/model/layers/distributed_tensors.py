@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.runtime.model.layers.shards import Shard, put_parameter, shards_of
+from slipstream.runtime.model.layers.shards import Shard, shards_of
+from slipstream.runtime.model.layers.sharing import put_tensor
 
 Placed = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """By the names of parameters and buffers, their device mesh and placements on it."""
@@ -31,13 +32,12 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
                                      f"{placement.dim}; expected equal parts")
                 shards[name] = Shard(placement.dim)
         local = found.detach().to_local()
-        put_parameter(module, name, nn.Parameter(local, requires_grad=found.requires_grad))
+        put_tensor(module, name, nn.Parameter(local, requires_grad=found.requires_grad))
     for name, buffer in list(module.named_buffers()):
         found = buffer
         if hasattr(found, "placements"):
             placed[name] = found.device_mesh, found.placements
-            owner, _, own = name.rpartition(".")
-            setattr(module.get_submodule(owner), own, found.to_local())
+            put_tensor(module, name, found.to_local())
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from slipstream.runtime.model.layers.sharing import name_of
+from slipstream.runtime.model.layers.sharing import name_of, put_tensor
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 
 
@@ -52,13 +52,7 @@ def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> Non
     """Put this rank's parts in the place of whole parameters."""
     for name, shard in shards.items():
         part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
-        put_parameter(module, name, nn.Parameter(part))
-
-
-def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of the one of this name."""
-    owner, _, own_name = name.rpartition(".")
-    setattr(module.get_submodule(owner), own_name, parameter)
+        put_tensor(module, name, nn.Parameter(part))
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:

@@ -59,8 +59,7 @@ class Sharing:
         for _, (one, *others) in self.held(layers):
             parameter = layers[one.layer].get_parameter(one.name)
             for other in others:
-                owner, _, name = other.name.rpartition(".")
-                setattr(layers[other.layer].get_submodule(owner), name, parameter)
+                put_tensor(layers[other.layer], other.name, parameter)
 
     def without_copies(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A layer's whole state (`part_state.whole`) as it is written: without what belongs to another layer."""
@@ -96,6 +95,12 @@ def _place(text: str, layers: int) -> Place:
     if not name or not 0 <= int(layer) < layers:
         raise ValueError(text)
     return Place(int(layer), name)
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter or a buffer in the place of the one of this name."""
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, tensor)
 
 
 def name_of(key: str) -> str:

@@ -9,7 +9,6 @@ device that computes, as CPUs would not end in the same bits: only one at a time
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +20,6 @@ from slipstream.runtime.model.state.part_state import PartState, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 
 HOST = torch.device("cpu")
-
-
-class FollowedPart(Protocol):
-    """What has come of a part until now."""
-
-    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """The sender has stepped: what it sends of that. Raises ValueError where that does not fit."""
-
-    def go_back(self, committed: int) -> None:
-        """Be as it is after an iteration: the last one, or the one before."""
-
-    def state(self) -> PartState:
-        """The part; the tensors themselves."""
 
 
 class SteppedPart(UndoableSteps):
@@ -56,7 +42,7 @@ class SteppedPart(UndoableSteps):
                 self.states[self._pieces[name]][slot] = part.tensors[key].to(HOST, copy=True)
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `FollowedPart.follow`: these are gradients, as they were stepped by."""
+        """The sender has stepped: by these gradients. Raises ValueError where they do not fit."""
         if {name: one.shape for name, one in tensors.items()} != {
                 name: one.shape for name, one in self._pieces.items()}:
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
@@ -90,7 +76,7 @@ class SteppedPart(UndoableSteps):
             self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
 
     def state(self) -> PartState:
-        """See `FollowedPart.state`."""
+        """The part; the tensors themselves."""
         found = dict(self._part.tensors)
         for name, piece in self._pieces.items():
             found[f"model.{name}"] = piece.detach()
@@ -107,7 +93,7 @@ class CopiedPart:
         """By the iteration before which they were so: the last two."""
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `FollowedPart.follow`: these are the parameters after the iteration."""
+        """The sender has stepped: these are the parameters after that. Raises ValueError where they do not fit."""
         if {key: one.shape for key, one in tensors.items()} != {
                 key: one.shape for key, one in self._part.tensors.items()}:
             raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
@@ -115,9 +101,13 @@ class CopiedPart:
         self._last = {before: self._last[before], iteration + 1: tensors}
 
     def go_back(self, committed: int) -> None:
-        """See `FollowedPart.go_back`."""
+        """Be as it is after an iteration: the last one, or the one before."""
         self._last = {committed + 1: self._last[max(one for one in self._last if one <= committed + 1)]}
 
     def state(self) -> PartState:
-        """See `FollowedPart.state`."""
+        """The part; the tensors themselves."""
         return self._part._replace(tensors=self._last[max(self._last)])
+
+
+FollowedPart = SteppedPart | CopiedPart
+"""What has come of a part until now."""

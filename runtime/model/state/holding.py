@@ -19,7 +19,6 @@ from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.model.seeds import GENERATORS
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import CopiedSums
-from slipstream.runtime.model.state.digest import parameter_digest
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
 from slipstream.runtime.model.state.parts import Cut, Elements, Parts, Span, parts_of
@@ -247,10 +246,6 @@ class Holding:
     def parameters_by_rank(self) -> Sequence[Mapping[str, Tensor]]:
         """`parameters`, as each of the ranks has them that this process stands for."""
         return [self.parameters()]
-
-    def digest(self) -> str:
-        """Digest of the parameters; see `runtime.model.state.digest`."""
-        return parameter_digest(self.parameters())
 
 
 def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks.resources import private_kib
-from slipstream.runtime.worker.freed_memory import give_back
+from slipstream.runtime.worker.device_memory import trim
 
 KIB = 20_000
 
 
 def freed_and_left() -> tuple[int, int]:
-    """KiB that a thread has freed and the process still has, before and after `give_back`."""
+    """KiB that a thread has freed and the process still has, before and after `trim`."""
     kept = []
 
     def work():
@@ -29,7 +29,7 @@ def freed_and_left() -> tuple[int, int]:
     thread.start()
     thread.join()
     freed = private_kib(os.getpid()) - before
-    give_back()
+    trim()
     return freed, private_kib(os.getpid()) - before
 
 

@@ -1,9 +1,8 @@
 """torchtitan's models, by name: each layer is torchtitan's own decoder with all other modules taken out.
 
     specification  what `[model] torchtitan` names, and which models of it can be cut into layers
-    model          the `LayeredModel`
+    model          the `LayeredModel`; torchtitan's checkpoints, read layer by layer
     ranks          layers over the ranks of a worker, as torchtitan cuts them
-    weights        its checkpoints (torch.distributed.checkpoint), read layer by layer
     export         a run's checkpoint as one of torchtitan's
     training       what torchtitan's Trainer is configured to do, as the configuration of a run
     trainer_state  the state of that Trainer, as a run's checkpoint, and back

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from slipstream.runtime.config import ConfigError, ModelConfig
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
+from slipstream.runtime.model.layers.sharing import put_tensor
 from slipstream.runtime.model.layers.torchtitan.ranks import copied, cut_over_ranks, on_ranks, whole
 from slipstream.runtime.model.layers.torchtitan.specification import KEY, needs_masks, sample_of, trainer_config
-from slipstream.runtime.model.layers.torchtitan.weights import load_layer
 from slipstream.runtime.model.layers.unfilled import is_unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
@@ -59,7 +62,7 @@ class Torchtitan:
                 with torch.no_grad():
                     module.init_states()  # type: ignore[operator]
                 if self._folder is not None and not is_unfilled():
-                    load_layer(module, self._folder)
+                    _load_layer(module, self._folder)
             if worker_group() is not None:
                 module = cut_over_ranks(module, self._on_meta(layer), device)
             # Their fused products are written as their parts; the runtime wants each parameter as it is stepped.
@@ -75,8 +78,7 @@ class Torchtitan:
         """A layer's parameters, by their names in it, by the names that torchtitan's checkpoints have."""
         module = self._on_meta(layer)
         for name, parameter in list(module.named_parameters()):
-            owner, _, own = name.rpartition(".")
-            setattr(module.get_submodule(owner), own, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
+            put_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
         return dict(module.state_dict())
 
     def _on_meta(self, layer: int) -> Any:
@@ -144,3 +146,16 @@ class _Masks:
             masks = model.get_attention_masks(positions)
         self._last = weakref.ref(positions), masks
         return masks
+
+
+def _load_layer(module: nn.Module, folder: Path) -> None:
+    """Fill a layer's parameters. Raises ConfigError where the checkpoint does not have them, or not so."""
+    state = module.state_dict()
+    try:
+        load(state, checkpoint_id=folder, no_dist=True)
+        module.load_state_dict(state)
+    except (Exception, CheckpointException) as error:  # the latter is none of the former
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise ConfigError(f"{KEY}: model.options.checkpoint is {str(folder)!r}, of which "
+                          f"{next(iter(state), 'nothing')!r} and others of its layer cannot be read: "
+                          f"{first_line(cause)}; expected a folder step-N that torchtitan has written") from None

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torchtitan.distributed import ParallelDims
 
 from slipstream.runtime.model.layers.distributed_tensors import Placed
-from slipstream.runtime.model.layers.shards import put_parameter
+from slipstream.runtime.model.layers.sharing import put_tensor
 from slipstream.runtime.model.layers.worker_group import worker_group
 
 
@@ -55,11 +55,8 @@ def copied(layer: nn.Module, twin: nn.Module) -> nn.Module:
     """`twin`, the same layer on the meta device, with the parameters and buffers of a layer: torchtitan has given each
     module a forward that is a function of that module, and not of one that is copied from it.
     """
-    for name, parameter in layer.named_parameters():
-        put_parameter(twin, name, parameter)
-    for name, buffer in layer.named_buffers():
-        owner, _, own = name.rpartition(".")
-        setattr(twin.get_submodule(owner), own, buffer)
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        put_tensor(twin, name, tensor)
     twin.placed, twin.shards = layer.placed, layer.shards
     return twin
 
