@@ -25,7 +25,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.dealing.fit import SUMS
 from slipstream.schedules.layers import LayerRange
@@ -60,11 +59,11 @@ class Bounds:
                 return "it says that its gradients have a norm that there is not"
             case Ran() | SpeedMeasured():
                 return _wrong_times(message.times)
-            case Validated() if not _known(message.factor, iterations):
+            case Validated() if message.factor.iteration not in iterations:
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
             case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
                 return "it says that it holds layers that there are not"
-            case Paused() if message.validated is not None and not _known(message.validated, iterations):
+            case Paused() if message.validated is not None and message.validated.iteration not in iterations:
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
             case Paused(kept=Kept()) if not self._may_keep(message.kept):
                 return "it says that it keeps parts of layers that there are not"
@@ -85,7 +84,7 @@ class Bounds:
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
                 and _ascending(known.layers, self.setup.cuts[-1]) and self.workers.issuperset(known.failed)
-                and self._may_keep(known.kept) and (known.validated is None or _known(known.validated, iterations)))
+                and self._may_keep(known.kept) and (known.validated is None or known.validated.iteration in iterations))
 
 
 def _wrong_times(times: Sequence[OpTime]) -> str | None:
@@ -120,7 +119,3 @@ def _ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
     """Whether these are ranges of layers, one after the other, of a model of so many."""
     edges = [edge for one in ranges for edge in one]
     return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)
-
-
-def _known(factor: Factor, iterations: range) -> bool:
-    return factor.iteration in iterations

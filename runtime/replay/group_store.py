@@ -94,12 +94,8 @@ class GroupStore(Store):
 
     def met(self) -> None:
         """All are there: nothing is waited for any more, but torch keeps this."""
-        self._require = _nothing
+        self._require = lambda: None
 
     def _of_all_ranks(self, key: str) -> list[str]:
         name, slash, rank = key.rpartition("/")
         return [f"{name}/{other}" for other in range(self._ranks)] if slash and rank.isdecimal() else [key]
-
-
-def _nothing() -> None:
-    """Does nothing."""

@@ -16,11 +16,10 @@ from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import load_corpus
-from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.worker_group import enter_group
 from slipstream.runtime.model.passed import TensorForm, carrier_form, gradient_form
-from slipstream.runtime.model.state.holding import build_holding, gradient_dtype
+from slipstream.runtime.model.state.holding import build_holding, gradient_dtype, without_memory
 from slipstream.runtime.model.state.parts import cut
 from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
 from slipstream.runtime.replay.links import Links
@@ -308,9 +307,7 @@ class _Measurer:
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
         for layer in range(*layers):
-            with torch.device("meta"):
-                module = with_local_parameters(self._model.build(layer))
-            for parameter in module.parameters():
+            for parameter in without_memory(self._model, layer).parameters():
                 if parameter.requires_grad:
                     sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]

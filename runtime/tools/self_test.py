@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import ExitStack
 
 import msgspec
 import torch
@@ -41,26 +40,17 @@ _TASK = msgspec.json.Decoder(_Task)
 _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
-class SelfTest:
+class SelfTest(Children):
     """Two processes, started when this is made and ended when it is closed."""
 
     def __init__(self) -> None:
-        with ExitStack() as stack:
-            self._store, opened = host_store()
-            tasks = [_Task(worker, opened) for worker in WORKERS]
-            self._children = stack.enter_context(Children("slipstream.runtime.tools.self_test:meet", tasks))
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> "SelfTest":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._store, opened = host_store()
+        super().__init__("slipstream.runtime.tools.self_test:meet", [_Task(worker, opened) for worker in WORKERS])
 
     def wait(self, timeout: float) -> SelfTestResult:
         """What the second of them measured. Raises SelfTestError."""
         try:
-            return _RESULT.decode(self._children.answers(timeout)[1])
+            return _RESULT.decode(self.answers(timeout)[1])
         except ChildError as error:
             raise SelfTestError(str(error)) from None
         except TimeoutError:

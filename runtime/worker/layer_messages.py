@@ -12,7 +12,8 @@ steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Protocol
+from io import BufferedIOBase
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -102,13 +103,6 @@ for _message in (LayerRequest((PartName(0, 0, 0, True),)), LayerPart(PartName(0,
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 
-class Stream(Protocol):
-    """A buffered file that reads from a socket (`socket.makefile`)."""
-
-    def read(self, size: int, /) -> bytes:
-        """So many bytes; fewer at the end of the connection."""
-
-
 def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a message, piece by piece; tensors of any device.
 
@@ -123,7 +117,7 @@ def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = No
         yield from pieces
 
 
-def read_message(stream: Stream, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
+def read_message(stream: BufferedIOBase, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
     """The next message; tensors come to host memory. Raises MessageError, and OSError when the peer is gone."""
     (length,) = _HEADER_LENGTH.unpack(_read(stream, _HEADER_LENGTH.size))
     header = _decode_header(_read_tagged(stream, _bounded(length, MAX_HEADER_BYTES, "a header"), tags))
@@ -151,7 +145,7 @@ def _bounded(length: int, most: int, what: str) -> int:
     return length
 
 
-def _read_tagged(stream: Stream, size: int, tags: Tags) -> bytes:
+def _read_tagged(stream: BufferedIOBase, size: int, tags: Tags) -> bytes:
     """Raises MessageError where the tag is wrong."""
     data = _read(stream, size)
     tag = _read(stream, TAG_BYTES)
@@ -162,7 +156,7 @@ def _read_tagged(stream: Stream, size: int, tags: Tags) -> bytes:
     return data
 
 
-def _read(stream: Stream, size: int) -> bytes:
+def _read(stream: BufferedIOBase, size: int) -> bytes:
     data = stream.read(size)
     if len(data) < size:
         raise ConnectionError("the connection was closed")

@@ -57,14 +57,14 @@ def test_processes_that_never_meet_are_ended():
     with SelfTest() as self_test:
         with pytest.raises(SelfTestError, match=r"within 0 s"):
             self_test.wait(0.1)
-        pids = list(self_test._children.fork_server.pids.values())
+        pids = list(self_test.fork_server.pids.values())
     wait_until_gone(pids)
 
 
 def test_a_process_that_dies_is_named():
     with SelfTest() as self_test:
         for name in ("0", "1"):  # else the other may have told of the broken connection first
-            self_test._children.fork_server.kill(name)
+            self_test.fork_server.kill(name)
         with pytest.raises(SelfTestError, match="ended with status -9"):
             self_test.wait(SECONDS)
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from slipstream.runtime.config import STANDS_FOR, ConfigError, RunConfig
 from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.shards import in_parts, shards_of
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.passed import Form
 from slipstream.runtime.model.ranks.own_ranks import cut_dims
+from slipstream.runtime.model.state.holding import without_memory
 
 
 def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequence[Form]) -> None:
@@ -25,7 +24,7 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
     if not training.degraded_ranks:
         return
     fewer = training.tensor_parallel // STANDS_FOR
-    whole = [_built(model, layer) for layer in range(model.layers)]
+    whole = [without_memory(model, layer) for layer in range(model.layers)]
     for layer, module in enumerate(whole):
         if getattr(module, "placed", None):
             raise ConfigError(f"training.degraded_ranks is true, and layer {layer} is cut by torch's "
@@ -33,7 +32,7 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
     with standing_in(fewer, stands_for=STANDS_FOR):
         halved = model_for(config.model, training.seed, parameter_dtype(training), model.device)
         passed = forms(halved, config)
-        modules = [_built(halved, layer) for layer in range(halved.layers)]
+        modules = [without_memory(halved, layer) for layer in range(halved.layers)]
     for layer, (module, other) in enumerate(zip(whole, modules, strict=True)):
         try:
             _require_parts(other, module)
@@ -41,11 +40,6 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"training.degraded_ranks is true, and what layer {layer} has at {fewer} ranks cannot be "
                               f"cut into what it has at {training.tensor_parallel}: {error}") from None
-
-
-def _built(model: LayeredModel, layer: int) -> nn.Module:
-    with torch.device("meta"):
-        return with_local_parameters(model.build(layer))
 
 
 def _require_parts(whole: nn.Module, part: nn.Module) -> None:

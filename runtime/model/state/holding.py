@@ -265,6 +265,12 @@ def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
         return module.to(model.device)
 
 
+def without_memory(model: LayeredModel, layer: int) -> nn.Module:
+    """A layer of which only shapes and dtypes are of interest."""
+    with torch.device("meta"):
+        return with_local_parameters(model.build(layer))
+
+
 def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, filled: bool = True) -> nn.Module:
     """`built`, to be held."""
     module = built(model, layer, filled=filled)
@@ -288,8 +294,7 @@ def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Eleme
     """How many elements of each layer are trained."""
     found, sharing = [], sharing_of(model)
     for layer in range(model.layers):
-        with torch.device("meta"):
-            module = with_local_parameters(model.build(layer))
+        module = without_memory(model, layer)
         _keep_whole(layer, module, config, sharing)
         found.append(elements_of(module))
     return tuple(found)

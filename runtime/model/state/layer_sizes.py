@@ -1,11 +1,9 @@
 """How large layers are that another worker needs."""
 
-import torch
-
 from slipstream.runtime.config import TrainingConfig
-from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.state.holding import without_memory
 
 
 def slots_of(config: TrainingConfig) -> int:
@@ -19,8 +17,8 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
     kept = slots_of(config) * (min(1.0, 2 / holders) if config.shard_optimizer else 1.0)
     found = []
     for layer in range(model.layers):
-        with standing_in(config.tensor_parallel), torch.device("meta"):
-            module = with_local_parameters(model.build(layer))
+        with standing_in(config.tensor_parallel):
+            module = without_memory(model, layer)
         parameters = list(module.parameters())
         stepped = sum(4 * one.numel() if config.master_weights else one.nbytes for one in parameters)
         found.append(sum(one.nbytes for one in (*module.buffers(), *parameters)) + round(kept * stepped))
