@@ -192,11 +192,11 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
     training, vocabulary = config.training, vocabulary_of(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
-        tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
+        tokens = map_tokens(Path(training.tokens), training.token_dtype)
     else:
         assert training.text is not None and training.tokenizer is not None
         source = f"training.text is {training.text!r}"
-        tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
+        tokens = tokenized(Path(training.text), Path(training.tokenizer), vocabulary)
     given: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
                              "seed": training.seed, "shuffle": training.shuffle}
     if training.document_end is None:

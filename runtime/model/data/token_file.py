@@ -17,13 +17,13 @@ _CODES = {4: "int32", 8: "uint16"}
 DEFAULT: TokenDtype = "uint16"
 
 
-def map_tokens(key: str, path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
+def map_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
     """The tokens of a file; their pages are read when they are used, and shared by all processes of a machine.
 
-    `dtype` may be None: an .idx beside the file says it, else it is uint16. `key` names the job file's key in errors.
-    Raises ConfigError where there is no such file, or it and its .idx are not of such numbers.
+    `dtype` may be None: an .idx beside the file says it, else it is uint16. Raises ConfigError where there is no
+    such file, or it and its .idx are not of such numbers.
     """
-    wrong = f"{key} is {str(path)!r}"
+    wrong = f"training.tokens is {str(path)!r}"
     if not path.is_file():
         raise ConfigError(f"{wrong}, which {'is no file' if path.exists() else 'does not exist'}; expected a file of "
                           "tokens (.bin)")

@@ -25,19 +25,19 @@ VERSION = 1
 """Of how text is cut into pieces."""
 
 
-def tokenized(key: str, path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
-    """The tokens of a text in UTF-8, without special tokens; `key` names the job file's key in errors.
+def tokenized(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
+    """The tokens of a text in UTF-8, without special tokens.
 
     Raises ConfigError where the package is not installed, a file cannot be used, or the model's vocabulary is smaller
     than the tokenizer's.
     """
     encoder, count = _loaded(tokenizer, vocabulary)
-    kept = _kept_at(key, path, tokenizer)
+    kept = _kept_at(path, tokenizer)
     dtype = np.dtype("<u2" if count <= 2**16 else "<u4")
     with suppress(OSError):
         if kept.stat().st_size:
             return np.memmap(kept, dtype, mode="r")
-    tokens = np.concatenate([np.zeros(0, dtype), *_pieces(key, path, encoder, dtype)])
+    tokens = np.concatenate([np.zeros(0, dtype), *_pieces(path, encoder, dtype)])
     with suppress(OSError):
         write_atomically(kept, tokens.tobytes())
     return tokens
@@ -63,10 +63,10 @@ def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
     return encoder, count
 
 
-def _kept_at(key: str, text: Path, tokenizer: Path) -> Path:
+def _kept_at(text: Path, tokenizer: Path) -> Path:
     """A name that is the same for the same text and tokenizer only."""
     digest = hashlib.sha256(f"{VERSION}".encode())
-    for name, path in ((key, text), ("training.tokenizer", tokenizer)):
+    for name, path in (("training.text", text), ("training.tokenizer", tokenizer)):
         try:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -76,10 +76,10 @@ def _kept_at(key: str, text: Path, tokenizer: Path) -> Path:
     return cache / "slipstream" / "tokens" / f"{digest.hexdigest()[:32]}.bin"
 
 
-def _pieces(key: str, path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+def _pieces(path: Path, encoder: Any, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             while lines := file.readlines(PIECE):
                 yield np.fromiter(encoder.encode("".join(lines), add_special_tokens=False).ids, dtype)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key} is {str(path)!r}, which is no text in UTF-8: {error.reason}") from None
+        raise ConfigError(f"training.text is {str(path)!r}, which is no text in UTF-8: {error.reason}") from None
