@@ -407,9 +407,9 @@ class _PieceChains:
         self.period = self.best.period
 
     @property
-    def healthy(self) -> bool:
-        """Whether it is a whole pipeline by itself."""
-        return not self._problem.failed and self._problem.grid.pipelines == 1
+    def single(self) -> bool:
+        """Whether it is one pipeline by itself: a healthy one, or one whose layers its live workers share."""
+        return self._problem.grid.pipelines == 1
 
     @property
     def best(self) -> AnnealingChain:
@@ -453,7 +453,7 @@ def _complete(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
 class _Pieces:
     """The pieces, which must all keep the same deadlines.
 
-    Where all but one are single healthy pipelines, which have time to spare, that one may shift the deadlines until
+    Where all but one are single pipelines, the longest one, or that which is none, may shift the deadlines until
     another one is annealed, which must be able to rely on them.
     """
 
@@ -468,7 +468,7 @@ class _Pieces:
         if len(pieces) == 1:
             self._shifting = pieces[0]
             return
-        ranked = sorted(pieces, key=lambda piece: (piece.healthy, -piece.period))
+        ranked = sorted(pieces, key=lambda piece: (piece.single, -piece.period))
         choice = _complete([piece.best.deadlines for piece in ranked])
         periods = []
         for deadlines in choice:
@@ -476,7 +476,7 @@ class _Pieces:
             periods.append(self.period)
         best = periods.index(min(periods))
         self._keep(choice[best], pieces)
-        if all(piece.healthy for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
+        if all(piece.single for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
             self._shifting = ranked[0]
             ranked[0].chains[0].loosen()
 

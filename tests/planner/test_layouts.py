@@ -10,10 +10,11 @@ from slipstream.planner.layout.candidates import candidates, finer_slices
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
-from slipstream.planner.model.problem import Layout, MicroBatch, Stop
+from slipstream.planner.model.problem import Layout, MicroBatch, Question, Stop
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.search.engine import solve
+from slipstream.planner.search.incumbent import anneal, divided, list_schedules
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid
@@ -186,3 +187,14 @@ def test_a_layer_too_many_floats_between_the_stages_with_all_workers_alive():
     job = grid(2, 4, 16, times=times, more="[placement]\nlayers = [3, 2, 2, 2]\n")
     schedule = plan_only(PlanOptions(layers="move", steps=400_000), job, []).schedule
     assert schedule.seconds(schedule.period_ticks) <= 0.9 * 16 * 9
+
+
+def test_two_pipelines_that_are_cut_anew_may_shift_their_deadlines():
+    """Each is a piece of its own; only healthy pipelines were taken to have time to spare."""
+    times = "forward = 80\nbackward_input = 80\nbackward_weight = 80\ntransfer = 8\noptimizer = 40\n"
+    job = grid(2, 4, 16, times=times, more="[memory]\ncapacity = 10\nactivation = 1\nweight_stash = 1\nweights = 4\n"
+               "[placement]\nlayers = [4, 4, 4, 4]\n")
+    given = layered_problem(job, [Worker(0, 0), Worker(1, 2)], Question(layers="move"))
+    known = list_schedules(divided(with_layout(given, next(candidates(given)))), Budget.of_steps(20_000))
+    assert [piece.problem.grid.pipelines for piece in known.pieces] == [1, 1]
+    assert anneal(known, Budget.of_steps(60_000)).period < known.period
