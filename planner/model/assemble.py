@@ -22,8 +22,6 @@ from slipstream.planner.model.start_times import (
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
-Solved = Sequence[tuple[Piece, Solution]]
-"""Each piece of a problem with its solution."""
 
 
 def align(problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None) -> list[Solution]:
@@ -67,7 +65,7 @@ def _period(aligned: Sequence[Solution], last: Sequence[int] | Ints) -> int:
     return max(solution_period(one, last) for one in aligned)
 
 
-def build_schedule(problem: Problem, solved: Solution | Solved, *, method: str,
+def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, method: str,
                    bound: Bound | None = None, deadlines: Sequence[int] | None = None) -> Schedule:
     """The schedule of a solution, or of those of all pieces, with its period and the bound proven; see `align`."""
     if isinstance(solved, Solution):
