@@ -89,7 +89,7 @@ class Folder:
 
     def planned(self, down: tuple[Worker, ...] | list[Worker]) -> str:
         """Plan a schedule, write it, and return its digest."""
-        made = plan_only(PlanOptions(method="greedy", time_limit=1.0), self.job, down)
+        made = plan_only(PlanOptions(method="greedy", steps=10_000), self.job, down)
         data = codec.encode(made.schedule)
         digest = hashlib.sha256(data).hexdigest()[:DIGEST_LENGTH]
         (self.folder / SCHEDULES / f"{digest}.json").write_bytes(data)

@@ -6,7 +6,7 @@ for one, and the rest in slices, as in `planner.layout.division`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.planner.layout.division import least_limit, stops_of
 from slipstream.planner.model.problem import Layout, MicroBatch, Part, Problem, evenly, parts_of
@@ -38,6 +38,7 @@ class _Sharing:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
         self._parts = sorted(parts_of(problem), key=lambda part: (len(part.holders), part.layers))
         self._closing = {worker: problem.closing(worker) for worker in problem.live}
+        self._own = [self._by_own_worker(part) for part in self._parts]
 
     def within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
         """The worker of each layer of every micro-batch, nobody's load above `limit` ticks; None if none is found."""
@@ -46,24 +47,26 @@ class _Sharing:
             return None
         where: dict[MicroBatch, dict[int, Worker]] = defaultdict(dict)
         away: list[tuple[Part, list[MicroBatch]]] = []
-        for part in self._parts:  # own work first, of all parts
-            away.append((part, self._stay(part, free, where)))
+        for part, own in zip(self._parts, self._own, strict=True):  # own work first, of all parts
+            away.append((part, self._stay(part, own, free, where)))
         return where if all(self._share(part, batches, free, where) for part, batches in away) else None
 
-    def _stay(self, part: Part, free: dict[Worker, int],
-              where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
-        """Leave as many micro-batches as there is time for on their own workers; the others, in order."""
-        own: dict[Worker, list[MicroBatch]] = defaultdict(list)
-        away = []
+    def _by_own_worker(self, part: Part) -> dict[Worker | None, list[MicroBatch]]:
+        own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
                 batch = MicroBatch(pipeline, number)
-                worker = self._own_worker(part, batch)
-                if worker is None:
-                    away.append(batch)
-                else:
-                    own[worker].append(batch)
+                own[self._own_worker(part, batch)].append(batch)
+        return own
+
+    def _stay(self, part: Part, own: Mapping[Worker | None, list[MicroBatch]], free: dict[Worker, int],
+              where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
+        """Leave as many micro-batches as there is time for on their own workers; the others, in order."""
+        away = list[MicroBatch]()
         for worker, batches in own.items():
+            if worker is None:
+                away += batches
+                continue
             whole = self._ticks(part.layers, worker)
             stay = min(len(batches), free[worker] // whole if whole else len(batches))
             free[worker] -= stay * whole
