@@ -52,6 +52,7 @@ class _Sharing:
         return where if all(self._share(part, batches, free, where) for part, batches in away) else None
 
     def _by_own_worker(self, part: Part) -> dict[Worker | None, list[MicroBatch]]:
+        """All micro-batches; under None those of pipelines in which nobody holds the part."""
         own: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
