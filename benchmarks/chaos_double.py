@@ -3,4 +3,4 @@
 import tests.runtime.over_double  # noqa: F401  # sessions of this process use it
 from slipstream.runtime import run_fit
 
-run_fit.choose_transport = lambda *_: "nccl"  # type: ignore[assignment]
+run_fit.choose_transport = lambda *_, **__: "nccl"  # type: ignore[assignment]

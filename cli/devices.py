@@ -254,7 +254,7 @@ def hardware(device: str) -> str:
     cards = torch.cuda.device_count() if device == "cuda" else 0
     where = f"{cards} x {torch.cuda.get_device_name(0)}" if cards else \
         f"{os.cpu_count()} CPU cores ({platform.machine()})"
-    transport = choose_transport("auto", device, PIPELINES * STAGES, cards)
+    transport = choose_transport("auto", device, PIPELINES * STAGES, cards, shared=False)
     staged = ", through pinned host memory" if cards and transport == "gloo" else ""
     return f"{where}, {PIPELINES * STAGES} workers, {transport}{staged}, torch {torch.__version__}"
 

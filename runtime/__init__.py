@@ -29,6 +29,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
+# Else torch asks CUDA itself whether there are GPUs, and processes that are forked later cannot use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # Streams that share one of the GPU's queues wait for each other. With NCCL, a worker has a stream for each neighbour
 # and direction, in which a receive may wait for long; there are 8 queues unless it is said otherwise, and 32 at most.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

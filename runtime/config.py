@@ -192,6 +192,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether the workers that hold a layer share its optimizer state: each keeps a part, and a copy of another's."""
     backend: BackendName = "auto"
     """What carries tensors between workers; "auto": nccl where every worker has a GPU of its own, else gloo."""
+    share_devices: bool = False
+    """Whether workers that have to share a GPU communicate over NCCL, too: each then takes the others for workers of
+    other machines, and tensors pass over the network's loopback. Without it they go over gloo and pinned memory."""
     device: DeviceName = "auto"
     """Where workers compute; "auto": on GPUs where there are any."""
     text: Text | None = None

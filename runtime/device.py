@@ -1,5 +1,6 @@
 """The kind of device that a run computes on."""
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -18,6 +19,12 @@ def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
 def gpu_count(device: Literal["cpu", "cuda"]) -> int:
     """The GPUs of this machine that a run on such a device uses."""
     return torch.cuda.device_count() if device == "cuda" else 0
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of this process for copies from a GPU that are made beside what is computed."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def gpu_name() -> str:

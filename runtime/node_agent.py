@@ -116,7 +116,8 @@ def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, rank
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
     cards, gpus = gpu_count(setup.device), gpu_share([workers * ranks for workers in setup.shares], node, local)
-    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers
+                                                  and not setup.config.training.share_devices)):
         raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
     return gpus
 

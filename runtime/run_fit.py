@@ -80,7 +80,8 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
     gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
     return Fit(device, model, placement, shares, domains, gpus,
-               choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
+               choose_transport(training.backend, device, gpus.workers, gpu_count(device),
+                                shared=training.share_devices),
                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
                     peak_flops=training.peak_flops or options.peak_flops),

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import (
     DebugLevel,
     PrefixStore,
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import (
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -95,6 +96,29 @@ def inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
     return cast(Callable[..., Any], compile_fx(cast(Any, graph), inputs, config_patches=dict(options)))
 
 
+all_gather_single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+# all_gather_single, reduce_scatter_single: public since torch 2.12, which deprecates the older names.
+#   Replaced by: `from torch.distributed import ...`, once torch 2.11 is not supported any more.
+
+
+@contextmanager
+def without_gpu_context() -> Iterator[None]:
+    """Use fake tensors of a GPU without initialising CUDA in this process.
+
+    For: the launcher, which finds out a model's forms and must not take memory of a card, nor spoil CUDA for processes
+    that are forked. Without backwards on fake tensors nothing needs the context.
+    Replaced by: forms found on the meta device, once autocast works there as on a GPU.
+    """
+    kept = fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported
+    fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        fake_tensor.init_gpu_context, torch.cuda.is_bf16_supported = kept
+
+
 @contextmanager
 def without_function_mode() -> Iterator[None]:
     """Within a TorchFunctionMode: as outside of it.
@@ -149,6 +173,8 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, devices: 
     return cast(Group, ProcessGroupGloo(store, rank, size, options))
 
 
+CONNECT_SECONDS = 30.0
+"""How long a call that does not block may wait for its connection."""
 NCCL_ENVIRONMENT = {
     # What the watchdog does about an error or a timeout of an operation: 0, nothing. Else it aborts communicators that
     # others still use, or ends the process.
@@ -162,44 +188,66 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",  # else each watchdog asks node 0's store ten times a second
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # else it leaves its traces in that store
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # else each operation is recorded, with a stack of Python's frames
 }
 """How torch's threads beside NCCL never end a process of ours, nor abort or hold up what others use. They are read when
 a process group is made: what each does is from ProcessGroupNCCL.cpp. Whatever the user has set, the runtime relies on
 these."""
 
 
-def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> "NcclGroup":
-    """An NCCL process group, as `gloo_group`, that is not connected yet.
+BLOCKING = "SLIPSTREAM_NCCL_BLOCKING"
+"""In the environment: 0 makes communicators that do not block the host while they connect."""
+PAIR_CHANNELS = 4
+"""Of a communicator of two: each takes memory of the device, and a transfer in one direction fills few."""
 
-    NCCL's own threads use the store for as long as they live: they get a connection of their own. Calls do not block
-    the host, so that `abort` from another thread ends them, also those that connect.
+
+def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta, directed: bool) -> "NcclGroup":
+    """Return an NCCL process group of this thread's device, as `gloo_group`, that is not connected yet.
+
+    NCCL's own threads use the store for as long as they live: they get a connection of their own.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
 
     os.environ.update(NCCL_ENVIRONMENT)
     if get_debug_level() == DebugLevel.DETAIL:  # else desync debugging is on, and with it error handling
         set_debug_level(DebugLevel.INFO)
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(CONNECT_SECONDS))
     options = ProcessGroupNCCL.Options()
-    options.config.blocking = False
+    # Calls that do not block wait for their connection within torch, with a lock that an abort needs.
+    options.config.blocking = os.environ.get(BLOCKING, "1") != "0"
+    if directed:
+        options.config.max_ctas = PAIR_CHANNELS
     options._timeout = timeout
     own = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
                                        timeout=timeout))
-    return NcclGroup(ProcessGroupNCCL(own, rank, size, options))
+    return NcclGroup(ProcessGroupNCCL(own, rank, size, options), rank)
 
 
 class NcclGroup:
-    """A process group over NCCL: what of it the protocol `Group` leaves out."""
+    """What of a process group over NCCL the protocol `Group` leaves out."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, rank: int) -> None:
         self.group = cast(Group, group)
+        self.rank = rank
+        self.device = torch.device("cuda", torch.cuda.current_device())
 
     def connect(self) -> None:
-        """Make the communicator of this thread's GPU; returns when all members have."""
-        cast(Any, self.group).eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        """Make the communicator. A call that blocks returns when all members have, or one has died."""
+        torch.cuda.set_device(self.device)  # of each thread its own
+        cast(Any, self.group).eager_connect_single_device(self.device)
+
+    def wait_for_device(self, work: Work) -> None:
+        """Wait until the device has ended an operation, however that has ended. Raises RuntimeError where the device
+        has failed."""
+        torch.cuda.set_device(self.device)
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+            work.wait()  # lets this stream wait, and not the host
+            ended.record()
+        ended.synchronize()
 
     def error(self) -> str | None:
-        """What torch's watchdog has found, which looks ten times a second. Nothing where this torch does not say.
+        """Return what torch's watchdog has found, which looks ten times a second; None where this torch does not say.
 
         It is no matter that it may be late: NCCL ends no operation that has failed before it is aborted, and only this
         process aborts it.

@@ -19,6 +19,8 @@ class Meeting(NamedTuple):
     prefix: str
     rank: int
     size: int
+    directed: bool = False
+    """Whether the first of two members only sends to the second."""
 
 
 class Backend(Protocol):

@@ -69,6 +69,10 @@ class GroupStore(Store):
         self.wait([key])
         return self._values[key]
 
+    def decide(self, key: str, value: bytes) -> bytes:
+        """Leave a value unless another member has left one; return the one that is there, which never changes."""
+        return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
+
     def add(self, key: str, amount: int) -> int:
         """Count."""
         return self._store.add(self._prefix + key, amount)

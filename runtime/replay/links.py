@@ -33,6 +33,8 @@ class Wanted(NamedTuple):
     place: int
     """Of this process."""
     backend: Backend
+    directed: bool = False
+    """Whether the first of two members only sends to the second."""
 
     @property
     def turn(self) -> tuple[int, str]:
@@ -192,7 +194,7 @@ class Groups:
         purpose, size = f"{one.name}/", len(one.members)
         keys = self.keys(purpose, size)
         try:
-            group = one.backend.group(Meeting(keys, self._store, self._prefix(purpose), one.place, size))
+            group = one.backend.group(Meeting(keys, self._store, self._prefix(purpose), one.place, size, one.directed))
         except RuntimeError:
             self.require()  # else it has failed by itself
             raise

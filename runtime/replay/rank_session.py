@@ -50,7 +50,7 @@ class RankSession:
         """The process groups that it needs; see `Session.connect`."""
         self._sharers, self._pairs, links = sharers, pairs, self._groups.links
         for ends in sorted({self._ends(pair) for pair in pairs}):
-            yield Wanted(*self._among(ends, "to"), links.backend)
+            yield Wanted(*self._among(ends, "to"), links.backend, directed=self.ordered)
         for members in sorted(set(sharers.values())):
             yield Wanted(*self._among(members, "and"), links.backend)
             if bytes_too and self.ordered:

@@ -26,7 +26,7 @@ from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
 from slipstream.runtime.replay.session import Session
-from slipstream.runtime.replay.transport import Transport
+from slipstream.runtime.replay.transport import Transport, claim_own_host
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, timed
 from slipstream.runtime.torch_private import TCPStore
 from slipstream.schedules.schedule import Worker
@@ -359,5 +359,10 @@ def _bytes_of(form: TensorForm) -> int:
 def measure(data: bytes) -> bytes:
     """One measuring process."""
     task = _TASK.decode(data)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
+    interface = interface_towards(task.rendezvous)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "")
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if task.config.training.share_devices:
+        claim_own_host(f"{task.worker}:{task.rank}")
     return msgspec.json.encode(_Measurer(task, connect_store(task.rendezvous)).answer())

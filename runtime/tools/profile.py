@@ -71,11 +71,12 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
     cards = torch.cuda.device_count() if device == "cuda" else 0
-    room = max(1, (cards or (os.cpu_count() or 1) // training.threads) // ranks)
+    room = workers if cards and training.share_devices else \
+        max(1, (cards or (os.cpu_count() or 1) // training.threads) // ranks)
     computing = min(workers, room, len(ranges) * copies)
     reduce_group = min(copies, MAX_REDUCE_GROUP)
     measuring = max(computing, reduce_group, 2 if workers > 1 else 1)
-    transport = choose_transport(training.backend, device, measuring * ranks, cards)
+    transport = choose_transport(training.backend, device, measuring * ranks, cards, shared=training.share_devices)
     store, opened = host_store()
     tasks = [Task(config=config, ranges=tuple(ranges), microbatches=microbatches, worker=worker, rank=rank,
                   workers=measuring, computing=computing, reduce_group=reduce_group, device=device, cards=cards,

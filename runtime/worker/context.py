@@ -1,11 +1,12 @@
 """What a worker keeps from order to order, and what one order needs besides."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.computing.rehearsal import Rehearsal
 from slipstream.runtime.model.data.data import Data
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import Sharing
@@ -63,6 +64,8 @@ class WorkerContext:
     """Of what passes at each of the placement's cuts, as this process has it."""
     by_rank: RankForms
     """As each rank does that it stands for."""
+    rehearsal: Rehearsal = field(default_factory=Rehearsal)
+    """For which layers all kinds of ops have been run."""
     layer_store: LayerStore
     memory: DeviceMemory
     injector: Injector

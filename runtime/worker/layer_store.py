@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.device import copy_stream
 from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
 from slipstream.runtime.model.layers.unfilled import moved
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
@@ -189,7 +190,7 @@ def _copying(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

@@ -1,6 +1,8 @@
 """One worker's process: it joins the run, and does as the coordinator says until it may leave."""
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +24,7 @@ from slipstream.runtime.protocol.rendezvous import RendezvousError, interface_to
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import Failed, JoinWorker
 from slipstream.runtime.protocol.to_worker import ToWorker
+from slipstream.runtime.replay.transport import claim_own_host
 from slipstream.runtime.worker.device_memory import NoRoomError
 from slipstream.runtime.worker.main_thread import MainThread
 from slipstream.schedules.tables.relabel import preload
@@ -34,10 +37,13 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
     spec = _SPEC.decode(task)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of a worker that hangs, into its log
     interface = interface_towards(spec.coordinator)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "")
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
+    if spec.settings.config.training.share_devices:
+        claim_own_host(f"{spec.worker}:{spec.rank}")
     try:
         def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
             return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)

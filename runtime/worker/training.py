@@ -58,6 +58,8 @@ class Training:
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=weights, config=context.config)
         self._holds.add(slices)
+        if self._session.ordered:
+            self._rehearse(slices, first)
         executor = Executor(
             part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
@@ -85,6 +87,15 @@ class Training:
         part.activity.begins("ends its last iteration")
         self._validate(executor)
         exchange.flush()
+
+    def _rehearse(self, slices: Slices, iteration: int) -> None:
+        """Run each kind of op once, before NCCL keeps the device busy."""
+        part, context = self._part, self._part.context
+        for number, runner in slices.runners.items():
+            first, end = part.schedule.layers_of(number)
+            context.rehearsal.run(runner, context.forms[first], context.forms[end],
+                                  partial(self._read, context.corpus), Microbatch(iteration, 0, 0))
+        slices.discard()
 
     def let_go(self) -> None:
         """Free what micro-batches hold, where the thread that runs the program is left behind."""

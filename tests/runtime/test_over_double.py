@@ -23,7 +23,7 @@ from tests.runtime.test_routes import eight_layers
 
 @pytest.fixture(autouse=True)
 def _over_nccl(monkeypatch):
-    monkeypatch.setattr(run_fit, "choose_transport", lambda *_: "nccl")
+    monkeypatch.setattr(run_fit, "choose_transport", lambda *_, **__: "nccl")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from slipstream.runtime.model.layers.recomputing import recomputed, seen_parts
 from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
-from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily
+from slipstream.runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily, without_gpu_context
 
 
 def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
@@ -38,7 +38,8 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     _check_shards(modules, config)
     if config.training.compile:
         check_compilable(config, model.device)
-    with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training, model.device):
+    with without_gpu_context(), FakeTensorMode(), model.device, torch.no_grad(), \
+            autocast(config.training, model.device):
         batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
         value: Value = batch[0]

@@ -66,6 +66,9 @@ class SliceRunner:
         self.layers = layers
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
+        self.modules = [modules[layer] for layer in range(*layers)]
+        """The layers, in order."""
+        self.device = model.device
         self._calls = {layer: LayerCall(modules[layer], compiled=config.training.compile)
                        for layer in range(*layers)}
         more = gives_more(config.training)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from slipstream.runtime.model.layers.sharing import name_of, put_tensor
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.torch_private import all_gather_single
 
 
 class Shard(NamedTuple):
@@ -86,7 +87,7 @@ def whole_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tenso
 def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
     """The tensors of all ranks, [ranks, ...]."""
     found = tensor.new_empty((group.size(), *tensor.shape))
-    distributed.all_gather_single(found, tensor.contiguous(), group)
+    all_gather_single(found, tensor.contiguous(), group)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from slipstream.runtime.model.layers.shards import gathered, in_parts
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
+from slipstream.runtime.torch_private import reduce_scatter_single
 
 Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
@@ -60,7 +61,7 @@ def _gather(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
     parts = in_parts(tensor, dim, group.size()).movedim(dim, 0).contiguous()
     found = torch.empty_like(parts[0])
-    distributed.reduce_scatter_single(found, parts, group=group)
+    reduce_scatter_single(found, parts, group=group)
     return found
 
 

@@ -2,7 +2,11 @@
 
 Calls return at once; a thread for each group carries them out later, in their order. A send is over when its receiver
 has taken it. Whatever waits for a member that has died, or has left, waits for good. After an abort, all that was under
-way ends as if all were well, and holds NaN. An error shows only when it is asked for.
+way ends as if all were well, and holds NaN. An error shows only when it is asked for, and late. From then on torch says
+of operations that they are completed, while the device still waits in them.
+
+Connecting blocks, and no abort ends it: only the last member does, or the death of one. With `EARLY` set it returns at
+once; then the first operation waits for the connection, and so does an abort.
 """
 
 import os
@@ -26,6 +30,13 @@ SLOW = "SLIPSTREAM_TESTS_SLOW"
 HASTY = "SLIPSTREAM_TESTS_HASTY"
 """In the environment: that there are no commit points."""
 
+EARLY = "SLIPSTREAM_TESTS_EARLY"
+"""In the environment: that communicators do not block the host while they connect."""
+ERROR_SECONDS = 0.1
+"""From an error until torch's watchdog says so."""
+CONNECT_SECONDS = 60.0
+"""Torch's own patience with a connection, where calls do not block."""
+
 
 class _LostError(Exception):
     """A member is gone."""
@@ -34,8 +45,9 @@ class _LostError(Exception):
 class Work:
     """A call that is carried out later."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: threading.Event) -> None:
         self.over = threading.Event()
+        self._failed = failed
 
     def wait(self) -> bool:
         """As a stream waits: to the end, whatever that is."""
@@ -43,40 +55,49 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, however it has ended."""
-        return self.over.is_set()
+        """Torch's answer: also after an error of its communicator, while the device waits."""
+        return self.over.is_set() or self._failed.is_set()
 
 
 class Double:
     """One member of a group: both an `NcclGroup` and the group within."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout: Any) -> None:
-        self.group = self
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout: Any, directed: bool) -> None:
+        self.group, self.rank, self.device = self, rank, torch.device("cpu")
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._ends: dict[int, socket.socket] = {}
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None], Sequence[Tensor], Work] | None]
         self._calls = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._lock = threading.Lock()
-        self._error: str | None = None
+        self._connecting = threading.Lock()
+        """The mutex of the communicator, which the first operation holds until there is a connection."""
+        self._failed = threading.Event()
+        self._failed_at = 0.0
+        self._early = os.environ.get(EARLY, "0") == "1"
 
     def connect(self) -> None:
-        """Meet the others; an abort ends that."""
+        """Meet the others."""
+        if not self._early:
+            self._connect(LIMIT_SECONDS)
+
+    def _connect(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(LOOK_SECONDS)
             self._store.set(f"{self._prefix}double {self._rank}", str(listener.getsockname()[1]))
             for other in range(self._rank):
                 key = f"{self._prefix}double {other}"
                 while not self._store.check([key]):
-                    self._require()
+                    self._look_at_the_time(deadline)
                     time.sleep(LOOK_SECONDS)
                 try:
                     self._ends[other] = socket.create_connection(("127.0.0.1", int(self._store.get(key))))
                     self._ends[other].sendall(bytes([self._rank]))
-                except OSError:  # it has died, which nobody tells
-                    self._wait_for_abort()
+                except OSError:
+                    raise RuntimeError("NCCL error: remote process exited or there was a network error") from None
             while len(self._ends) < self._size - 1:
-                self._require()
+                self._look_at_the_time(deadline)
                 try:
                     end, _ = listener.accept()
                 except TimeoutError:
@@ -84,21 +105,28 @@ class Double:
                 end.setblocking(True)
                 name = end.recv(1)
                 if not name:
-                    self._wait_for_abort()
+                    raise RuntimeError("NCCL error: remote process exited or there was a network error")
                 self._ends[name[0]] = end
         for end in self._ends.values():
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._carry_out, daemon=True, name="double of NCCL").start()
-        if self._aborted.is_set():
-            self.abort()
+
+    def _look_at_the_time(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("NCCL communicator: the connection timed out")
+
+    def wait_for_device(self, work: Work) -> None:
+        """Wait for the operation itself, whatever torch says of it."""
+        work.wait()
 
     def error(self) -> str | None:
-        """Whether a member was found to be gone."""
-        return self._error
+        """Whether a member was found to be gone, some time ago."""
+        late = self._failed.is_set() and time.monotonic() > self._failed_at + ERROR_SECONDS
+        return "REMOTE_ERROR" if late else None
 
     def abort(self) -> None:
         """End all that is under way."""
-        with self._lock:
+        with self._connecting, self._lock:
             self._aborted.set()
             self._calls.put(None)
         for end in tuple(self._ends.values()):
@@ -152,7 +180,11 @@ class Double:
         return self._later("alltoall", work, [output])
 
     def _later(self, name: str, call: Callable[[], None], filled: Sequence[Tensor]) -> Work:
-        work = Work()
+        work = Work(self._failed)
+        with self._connecting:
+            if self._early:
+                self._early = False
+                self._connect(CONNECT_SECONDS)
         with self._lock:
             self._require()
             self._calls.put((name, call, filled, work))
@@ -162,14 +194,10 @@ class Double:
         if self._aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
 
-    def _wait_for_abort(self) -> None:
-        assert self._aborted.wait(LIMIT_SECONDS), "nobody has aborted it"
-        self._require()
-
     def _carry_out(self) -> None:
         while (one := self._calls.get()) is not None:
             name, call, filled, work = one
-            if self._error is None and not self._aborted.wait(self._slow(name)):
+            if not self._failed.is_set() and not self._aborted.wait(self._slow(name)):
                 try:
                     for end in self._ends.values():  # what those who are gone have sent may be lost on the way
                         poll = select.poll()
@@ -180,8 +208,10 @@ class Double:
                         call()
                     work.over.set()
                     continue
-                except (_LostError, OSError) as lost:
-                    self._error = None if self._aborted.is_set() else repr(lost)
+                except (_LostError, OSError):
+                    if not self._aborted.is_set():
+                        self._failed_at = time.monotonic()
+                        self._failed.set()
             assert self._aborted.wait(LIMIT_SECONDS), "nobody has aborted it"
             for tensor in filled:
                 tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 77)

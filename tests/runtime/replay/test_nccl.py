@@ -1,0 +1,97 @@
+"""What NCCL's manners do to a session, over the double that has them."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+from slipstream.runtime.replay.group_store import GroupStore
+from slipstream.runtime.replay.nccl import DECISION
+from slipstream.runtime.replay.transfers import CommunicationError
+from slipstream.runtime.tools.conformance import LAYERS, RELEASED_SECONDS, WORKERS, Team
+from tests.runtime.replay.double import EARLY, Double
+from tests.runtime.replay.transports import DOUBLE, use
+
+
+@pytest.fixture
+def team(monkeypatch):
+    use(DOUBLE, monkeypatch)
+    made = Team(DOUBLE)
+    yield made
+    made.close()
+
+
+def blocked_receive(team):
+    """Worker 0.1 waits for a tensor that worker 1.1 never sends."""
+    sessions = team.connected()
+    arriving = sessions[1].receive((1,), torch.float64, WORKERS[2], 0)
+    return sessions, arriving
+
+
+def test_the_device_answers_and_not_torch(team):
+    """A peer is gone, torch says at once that the receive is completed, and its watchdog does not know why yet."""
+    sessions, arriving = blocked_receive(team)
+    for end in sessions[2].groups().values():
+        end.abort()
+    while not arriving.work.is_completed():
+        time.sleep(0.001)
+    assert not sessions[1].over() and sessions[1].errored() is None
+    sessions[1].abort()
+    arriving.work.wait()
+    sessions[1].drain()
+    assert sessions[1].over()
+
+
+def test_who_asks_whether_all_is_over_does_not_wait_for_the_device(team):
+    sessions, _ = blocked_receive(team)
+    began = time.monotonic()
+    for _ in range(100):
+        assert not sessions[1].over()
+    sessions[1].abort()
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_a_member_that_hangs_while_others_connect_holds_up_nobody(team, early, monkeypatch):
+    """Connecting goes on in a thread of its own; whoever waits for it goes on when the order ends, and is over."""
+    monkeypatch.setenv(EARLY, early)
+    hang, connect = threading.Event(), Double._connect
+    monkeypatch.setattr(Double, "_connect", lambda self, seconds: (
+        hang.wait(RELEASED_SECONDS) if self.rank == 0 else None, connect(self, seconds)))
+    team.store.set(f"order1/kept {WORKERS[2]}:0", "{}")  # the third has said that it has no group of an order before
+    made = [team.session(member) for member in team.members[:2]]
+    begun = [team.begin(member, lambda one=one: one.connect(pairs={(WORKERS[0], WORKERS[1])}))
+             for member, one in zip(team.members, made, strict=False)]
+    time.sleep(0.2)
+    assert not any(one.done() for one in begun)
+    for one in made:
+        one.abort()
+    assert all(isinstance(one.exception(2), CommunicationError) for one in begun)
+    hang.set()
+    for one in made:
+        one.drain()
+        assert one.over()
+
+
+def test_who_leaves_a_meeting_after_all_have_come_still_connects(team, monkeypatch):
+    """Else the others would wait within NCCL for good, where nothing ends it."""
+    connected, connect, wait = queue.SimpleQueue(), Double._connect, GroupStore.wait
+    monkeypatch.setattr(Double, "_connect", lambda self, seconds: (
+        connect(self, seconds), connected.put(self.rank)))
+
+    def leave(self, keys, timeout=None):
+        """Worker 0.1 finds that the order has ended, just after the other has decided to connect."""
+        wait(self, keys, timeout)
+        if keys == ["here/1"]:
+            self.wait([DECISION])
+            raise CommunicationError("the order is over")
+
+    monkeypatch.setattr(GroupStore, "wait", leave)
+    made = [team.session(member) for member in team.members[:2]]
+    begun = [team.begin(member, lambda one=one: one.connect({LAYERS[0]: WORKERS[:2]}, pairs=()))
+             for member, one in zip(team.members, made, strict=False)]
+    assert {connected.get(timeout=RELEASED_SECONDS), connected.get(timeout=RELEASED_SECONDS)} == {0, 1}
+    made[0].abort()
+    assert all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun)
