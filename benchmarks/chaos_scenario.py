@@ -63,8 +63,6 @@ class ChaosScenario:
     """Whether workers are slow now and then."""
     ranks: int = 1
     """How many processes a worker is."""
-    degrades: bool = False
-    """Whether a worker that has lost one of them goes on as half as many."""
     node_workers: int = 0
     """How many workers a node has, which may all die at once; 0: that happens to none."""
     shards: bool = False
@@ -99,10 +97,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
     "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}, "sharded": {"shards": True},
     "sharded-settling": {"shards": True, "moves": True, "slows": True, **SETTLING},
-    "sharded-ranks": {"shards": True, "ranks": 2}, "degraded": {"ranks": 2, "degrades": True},
-    "degraded-settling": {"ranks": 2, "degrades": True, "slows": True, **SETTLING},
-    "degraded-sharded": {"ranks": 2, "degrades": True, "shards": True},
-    "degraded-sharded-settling": {"ranks": 2, "degrades": True, "shards": True, "moves": True, **SETTLING},
+    "sharded-ranks": {"shards": True, "ranks": 2},
     "nodes": {"node_workers": 2, "moves": True}, "uneven": {"uneven": True, "moves": True},
     "uneven-sharded-settling": {"uneven": True, "shards": True, "slows": True, **SETTLING},
     "uneven-ranks": {"uneven": True, "shards": True, "ranks": 2}}
@@ -112,9 +107,9 @@ UNEVEN = {"data": "tests.runtime.uneven_data:Uneven", "loss_weights": "tokens"}
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
-    two processes, and that with the latter; with sharded optimizer state, by itself and with others; with workers that
-    go on as half their processes, and these with sharded optimizer state, too; with nodes that die, and roles that
-    move; with samples that are not alike, by itself and with others; each of them with and without clipping.
+    two processes, and that with the latter; with sharded optimizer state, by itself and with others; with nodes that
+    die, and roles that move; with samples that are not alike, by itself and with others; each of them with and without
+    clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -127,8 +122,7 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
         config = parse_run_config(model, {**data, "batch": 1, "dtype": "float64", "device": "cpu",
                                           "iterations": iterations, "clip_norm": clip_norm,
                                           "tensor_parallel": more.get("ranks", 1),
-                                          "shard_optimizer": more.get("shards", False),
-                                          "degraded_ranks": more.get("degrades", False)})
+                                          "shard_optimizer": more.get("shards", False)})
         name = kind if clip_norm is None else f"{kind}-clipped"
         made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations, **more)
     return made

@@ -1,6 +1,5 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -11,7 +10,6 @@ from slipstream.cli.shared.console import answer_no, completing, err, out, print
 from slipstream.cli.shared.inputs import (
     encoded_or_refuse,
     failed_workers,
-    parse_workers,
     read_job_or_refuse,
     read_text_or_refuse,
     require_choice,
@@ -22,7 +20,6 @@ from slipstream.cli.shared.options import (
     ANSWER,
     PLANNED,
     Backward,
-    Degraded,
     Failed,
     FailedNode,
     JobFile,
@@ -38,8 +35,7 @@ from slipstream.cli.shared.options import (
 )
 from slipstream.cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
-from slipstream.planner.degraded import SLOWER, STANDS_FOR, with_degraded
-from slipstream.planner.job.file import Job, JobError, require_in_grid
+from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.judge import judge_order
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import LAYERS
@@ -47,7 +43,7 @@ from slipstream.planner.plan import Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import BANDWIDTH, Alternative, alternatives, plan_report, transition
 from slipstream.schedules.codec import MAX_OPS
-from slipstream.schedules.schedule import OptimizerMode, Worker
+from slipstream.schedules.schedule import OptimizerMode
 from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -74,8 +70,7 @@ ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
 
-def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, degraded: Degraded = None,
-         backward: Backward = None,
+def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
          optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0,
          steps: Steps = None, params: Params = None, normalise: Normalise = False, layers: LayersMode = "fixed",
          from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None,
@@ -93,8 +88,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     others: list[Alternative] = []
     again: Recomputation | None = None
     if given is not None:
-        if failed or failed_node or degraded or backward or normalise or layers != "fixed" or from_checkpoint:
-            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise, "
+        if failed or failed_node or backward or normalise or layers != "fixed" or from_checkpoint:
+            refuse("--from gives the order: leave out --failed, --failed-node, --backward, --normalise, "
                    "--layers and --from-checkpoint")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
@@ -105,8 +100,6 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
         if again is not None:
             left = 1 - options.params.blocks.recomputed_share
             wanted, options = again.job, options.within(left * options.seconds)
-        if degraded:
-            wanted = _degraded(wanted, degraded, down, normalise=normalise)
         clock = options.clock()
         made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
         if not json:  # what is only printed has time of its own: the same schedule is written with --json
@@ -128,26 +121,6 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     out.print("\n".join(rest))
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
-
-
-def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:
-    """The job while these workers go on as half their ranks."""
-    if normalise:
-        refuse("--degraded: with --normalise, a worker may get a role for which it has no room: take one")
-    workers = parse_workers("--degraded", names)
-    if job.ranks % STANDS_FOR:
-        refuse(f"--degraded: a worker of the job is {job.ranks} process{'es' if job.ranks > 1 else ''} ([training] "
-               "tensor_parallel); expected an even number")
-    if both := sorted(set(workers) & set(down)):
-        refuse(f"--degraded: worker {both[0]} is down")
-    try:
-        for worker in workers:
-            require_in_grid("--degraded", worker, job.pipelines, job.stages)
-        return with_degraded(job, workers, slower=SLOWER)
-    except JobError as error:
-        refuse(error)
-    except NoPlanError as error:
-        answer_no(error)
 
 
 def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:

@@ -8,7 +8,6 @@ import typer
 from msgspec.structs import replace
 
 from slipstream.cli.shared.console import answer_no, err, out, print_json, refuse
-from slipstream.cli.shared.degraded_workers import may_degrade, with_less_room
 from slipstream.cli.shared.device_peak import peak_flops
 from slipstream.cli.shared.going_on import (
     done_without_this_node,
@@ -187,8 +186,6 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         node_failures=rehearsals.node_failures, returns=rehearsals.returns,
         faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        with_degraded=with_less_room(placed, chosen, loaded),
-        degradable=may_degrade(wanted, config, _say),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             shown(config.training.iterations, config.model.context) as display:

@@ -4,7 +4,6 @@
     model/       the scheduling problem, its bounds, its arrays
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`)
-    degraded     workers that go on as half their processes
     periods      periods by what is down, for simulations that ask for hundreds
     overlapped   reductions beside compute, in a plan made without them
     params       what steers a search

@@ -40,8 +40,6 @@ Recompute = Annotated[
         description="'none', 'full', 'auto', 'attention', 'mlp', or a list of layers' numbers and of these parts")]
 Options = Annotated[dict[str, Any], Meta(description="a table")]
 
-STANDS_FOR = 2
-"""Ranks for which each process does of a worker that has lost some, with `degraded_ranks`."""
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
@@ -252,9 +250,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """CPU threads a worker computes with."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 1
     """How many processes a worker is, each with a device of its own and its shard of each layer."""
-    degraded_ranks: bool = False
-    """Whether a worker that has lost one of its processes goes on as half as many, on devices of the others: slower,
-    and each with twice the shards. Otherwise it is down."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own
@@ -306,9 +301,6 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("training.evaluate_every is not given, and validation data are; expected both or neither")
         if sum(one is not None for one in validation) > 1:
             raise ValueError("training.validation_text, validation_tokens and validation_data: expected one of them")
-        if self.degraded_ranks and self.tensor_parallel % 2:
-            raise ValueError(f"training.degraded_ranks is true, and tensor_parallel {self.tensor_parallel}; expected "
-                             "an even number of processes, of which half go on")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("training.nesterov is true; expected a momentum above 0, and no dampening")
 

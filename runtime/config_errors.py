@@ -12,6 +12,8 @@ MANY = 16
 _NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
 _PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
 """Where msgspec says which key is wrong, and which entry of its list."""
+_GONE = {"training.degraded_ranks": "a worker that has lost a rank is down until it is whole again: leave it out"}
+"""Keys that there were, and what to do instead."""
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -22,6 +24,8 @@ def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct],
     """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     unknown = next((key for key in values if key not in types), None)
+    if unknown is not None and (instead := _GONE.get(f"{name}.{unknown}")):
+        return f"there is no {name}.{unknown} any more; {instead}"
     if unknown is not None:
         near = difflib.get_close_matches(unknown, types, 1)
         hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \

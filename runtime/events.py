@@ -157,8 +157,6 @@ class Joined(Event, frozen=True, kw_only=True):
     """A worker takes part that did not before."""
 
     worker: Worker
-    stands_for: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """For how many ranks each of its processes does: more than one where it goes on without some."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):

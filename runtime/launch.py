@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from slipstream.runtime.model.tensor_codec import TensorError
 from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
 from slipstream.runtime.processes.faults import Crashes
 from slipstream.runtime.processes.fork_server import ForkServer, adopt
-from slipstream.runtime.processes.found_workers import FoundWorker, find_workers
+from slipstream.runtime.processes.found_workers import find_workers
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
@@ -215,12 +215,11 @@ class _Launch:
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
-            found = {} if adopted is None else find_workers(adopted, config.training.tensor_parallel)
-            alive = [worker for worker, one in found.items() if one.whole]
+            alive = [] if adopted is None else find_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
                 stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, writer)),
-                self._processes(fork_server, opened, settings, found if behind is not None else None, left.crashes,
+                self._processes(fork_server, opened, settings, alive if behind is not None else None, left.crashes,
                                 lambda crashes: writer(partial(leave_behind, out, replace(left, crashes=crashes)))),
                 event_log, writer)
             leave_behind(out, left)
@@ -309,26 +308,17 @@ class _Launch:
                    gone=[worker for worker in fit.shares[0] if worker not in alive])
 
     def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
-                   found: Mapping[Worker, FoundWorker] | None, crashes: Crashes,
+                   found: Sequence[Worker] | None, crashes: Crashes,
                    keep: Callable[[Crashes], None]) -> ProcessManager:
         """`found` are the workers here that lived; None: all are to be started."""
         fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first,
-                              {worker: one.lost for worker, one in (found or {}).items()})
-        there = places if found is None else [worker for worker, one in found.items() if one.whole]
+        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
+        there = places if found is None else found
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
-                              self.resilience.node_failures, degradable=self._degradable(),
-                              faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep,
-                              without={worker: one.without for worker, one in (found or {}).items()
-                                       if one.without is not None})
-
-    def _degradable(self) -> Collection[int]:
-        """The columns whose workers may go on as half their processes."""
-        able = self.resilience.degradable
-        columns = range(self.schedule.grid.columns) if able is None else able
-        return columns if self.config.training.degraded_ranks else ()
+                              self.resilience.node_failures,
+                              faults_per_hour=self.resilience.faults_per_hour, crashes=crashes, keep=keep)
 
 
 def _unless_failed(work: Callable[..., object], *given: Any) -> None:

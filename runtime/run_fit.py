@@ -16,7 +16,6 @@ from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import standing_in
-from slipstream.runtime.model.ranks.degraded import require_degradable
 from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_matches
 from slipstream.runtime.model.state.parts import Elements
@@ -69,7 +68,6 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         with counted() as flops:
             at_layer = forms(model, config)
         require_matches(model, training)
-        require_degradable(model, config, at_layer)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches)

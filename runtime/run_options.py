@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slipstream.runtime.coordinator.event_log import Observer
 from slipstream.runtime.coordinator.metrics import IterationObserver
-from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, WithDegraded
+from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler
 from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.settling import Settling
@@ -54,10 +54,6 @@ class Resilience:
     rebalancer: Rebalancer | None = None
     """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
     then the run ends."""
-    with_degraded: WithDegraded | None = None
-    """What gives the schedules while workers go on as half their processes; None: as for whole ones."""
-    degradable: Collection[int] | None = None
-    """With `[training] degraded_ranks`, the columns whose workers have room for that; None: all."""
     settling: Settling | None = None
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     injections: tuple[Injection, ...] = ()

@@ -73,8 +73,7 @@ def sentence(event: Kind) -> str:
             answer = f"there is none: {event.error}" if event.error is not None else f"there in {duration(event.took)}"
             return f"the schedule {_without(event.down)}{'' if event.phase == 'at once' else ', settled'}: {answer}"
         case Joined():
-            fewer = f", as 1/{event.stands_for} of its processes" if event.stands_for > 1 else ""
-            return f"worker {event.worker} takes part{fewer}"
+            return f"worker {event.worker} takes part"
         case Resumed():
             return f"training goes on with {event.live} workers, after a pause of {duration(event.pause)}"
         case Slowed():

@@ -19,9 +19,6 @@ Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=PL
 FailedNode = Annotated[list[int] | None, typer.Option("--failed-node", rich_help_panel=PLANNED,
                                                         metavar="N", min=0, help=(
     "A node (machine) that is down, with all of its workers by [topology] of the job file, from 0; may be repeated."))]
-Degraded = Annotated[list[str] | None, typer.Option("--degraded", rich_help_panel=PLANNED, metavar="D.S", help=(
-    "A worker that goes on as half its ranks ([training] degraded_ranks): ops take twice as long, unless [time] slow "
-    "says how long, and there is room for half as much; may be repeated."))]
 Backward = Annotated[str | None, typer.Option("--backward", rich_help_panel=PLANNED, metavar="split|fused",
                                               autocompletion=completing("split", "fused"), help=(
     "split: gradients of the weights are computed by ops of their own, which fill bubbles; fused: together with the "

@@ -10,7 +10,7 @@ from slipstream.runtime.coordinator.cost_fit import LEAD
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.run_state import Step, Training
-from slipstream.runtime.coordinator.schedule_choice import degraded, settled, with_joining
+from slipstream.runtime.coordinator.schedule_choice import settled, with_joining
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Noted
 from slipstream.runtime.protocol.to_worker import MeasureSpeed, NewCosts
@@ -39,7 +39,7 @@ def _look_for_slow(step: Step) -> None:
         slices = tuple((stage, state.grid.layers_of(stage)) for stage in state.grid.stages_of(worker.column))
         step.send((worker,), MeasureSpeed(iteration=first, slices=slices, split=state.current.backward == "split"))
     slow = state.slow.measuring(due, step.at) if due else state.slow
-    step.change(slow=slow.look(state.current, first, degraded(step, state.members), step))
+    step.change(slow=slow.look(state.current, first, step))
 
 
 def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:

@@ -99,7 +99,7 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log, losses)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
-        self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
+        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
         resilience, self._notify = run.resilience, run.options.notify
         self._stall = StallWatch(resilience.stall_timeout_seconds,
@@ -112,7 +112,7 @@ class EventLoop:
             if resilience.scheduler is not None and len(grid) > FEW else None
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
-            lambda answer: self._put(partial(self._happens, answer)), event_log, resilience.with_degraded,
+            lambda answer: self._put(partial(self._happens, answer)), event_log,
             divided, background, (lambda _: None) if self._ahead is None else self._ahead.known)
         # Who shares a machine matters to workers that keep parts of each other's states alone.
         self._setup = run.setup if run.elements else replace(run.setup, failure_domains=())
@@ -284,8 +284,7 @@ class EventLoop:
         if stall is not None and needed:
             self.news.note(str(stall))
         for one in stall.culprits(needed) if stall is not None else ():
-            rank = one.rank if self._workers.processes_of(one.worker) > 1 else None
-            self.processes.kill(one.worker, rank)  # first: the others of its processes may end by themselves then
+            self.processes.kill(one.worker)  # first: the others of its processes may end by themselves then
             self._workers.give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
         self._happens(Look())
 

@@ -54,19 +54,17 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
         checkpoints=before.checkpoints.order_begins(step.at), slow=slow)
     text, parts = rules.prepared(schedule)
     _assign(step, parts)
-    stand_for = ((worker, step.state.live[worker].stands_for) for worker in sorted(live) if worker in step.state.live)
     step.send(sorted(told), Train(
         order=order, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.addresses(moves), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
-        stand_for=tuple((worker, ranks) for worker, ranks in stand_for if ranks > 1),
         factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
         step.do(HandedOver(fetch=join.fetch, order=order))
     for worker in sorted(live - before.members) if before.order else ():
-        step.do(Joined(worker=worker, stands_for=step.state.live[worker].stands_for))
+        step.do(Joined(worker=worker))
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     moved = any(map(schedule.holds_others, schedule.seats))
     step.do(OrderGiven(

@@ -57,10 +57,6 @@ class Finders(NamedTuple):
     rebalancer: Rebalancer | None = None
 
 
-WithDegraded = Callable[[tuple[Worker, ...]], Finders]
-"""What finds schedules while these workers, sorted, have less room: they go on as half their processes."""
-
-
 AT_ONCE = 2
 """A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
 settled one is planned beside these, one at a time."""
@@ -104,8 +100,6 @@ class ScheduleService:
         Called on the event loop with each answer.
     events
         Are told what is asked, and what has been answered.
-    with_degraded
-        What to ask while workers go on as half their processes; None: as else.
     divided
         What divides schedules among their workers.
     background
@@ -115,7 +109,7 @@ class ScheduleService:
     """
 
     def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
-                 events: EventLog | None = None, with_degraded: WithDegraded | None = None,
+                 events: EventLog | None = None,
                  divided: Divide = divide, background: Background = in_thread,
                  known: Known = lambda _: None) -> None:
         self._grid = grid
@@ -125,7 +119,6 @@ class ScheduleService:
         self._prepared: dict[int, tuple[Schedule, Prepared]] = {}
         """By the identity of the schedule, which is kept with it."""
         self._finders = finders
-        self._with_degraded = with_degraded
         self._found = found
         self._events = events or EventLog(None)
         self._asked: dict[Question, float] = {}
@@ -193,7 +186,7 @@ class ScheduleService:
 
     def _planner_at_speeds(self, question: SpeedQuestion) -> SchedulerAtSpeeds:
         """What plans for speeds where workers hold what the present schedule gives them, and none of it moves."""
-        present, finders = question.present, self._found_by(question.degraded)
+        present, finders = question.present, self._finders
         rebalancer = finders.rebalancer
         if finders.at_speeds is None:
             return _none
@@ -207,9 +200,6 @@ class ScheduleService:
 
         return plan
 
-    def _found_by(self, degraded: tuple[Worker, ...]) -> Finders:
-        return self._finders if not degraded or self._with_degraded is None else self._with_degraded(degraded)
-
     def _fitting(self, down: tuple[Worker, ...], schedule: Schedule) -> Schedule:
         live = [worker for worker in self._grid.workers() if worker not in down]
         if schedule.grid != self._grid or list(schedule.members) != live:
@@ -218,7 +208,7 @@ class ScheduleService:
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
         """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
-        scheduler, at_speeds, rebalancer = self._found_by(question.degraded)
+        scheduler, at_speeds, rebalancer = self._finders
         if question.held is not None or question.from_checkpoint:
             if rebalancer is None:
                 raise NoScheduleError

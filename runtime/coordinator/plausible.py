@@ -69,8 +69,6 @@ class Bounds:
                 return "it says that it keeps parts of layers that there are not"
             case Ready(known=Known()) if not self._may_know(message.known):
                 return "it says that it knows what nobody can"
-            case Ready() if not 0 < message.stands_for <= MOST_RANKS:
-                return f"it says that it stands for {message.stands_for} ranks"
             case Injected() if not 0 <= message.index < self.injections:
                 return f"it says that failure {message.index} on purpose has happened, which there is not"
         return None

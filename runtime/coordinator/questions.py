@@ -28,8 +28,6 @@ class Question(NamedTuple):
     settled: bool = False
     from_checkpoint: bool = False
     """Whether all layers are read anew, whatever is held."""
-    degraded: tuple[Worker, ...] = ()
-    """Live workers that go on as half their processes."""
 
     @property
     def phase(self) -> Phase:

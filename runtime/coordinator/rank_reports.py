@@ -36,7 +36,7 @@ Break = Callable[[Worker, int], None]
 class RankReports:
     """Of all workers of a run, `processes` of each."""
 
-    def __init__(self, processes: Callable[[Worker], int], break_off: Break) -> None:
+    def __init__(self, processes: int, break_off: Break) -> None:
         self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
@@ -44,9 +44,9 @@ class RankReports:
 
     def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """What the worker says now that a rank has said this; None: nothing yet."""
-        processes = self._processes(worker)
+        processes = self._processes
         if processes == 1:
-            return _whole([message], [message]) if isinstance(message, Finished) and message.of_others else message
+            return message
         if isinstance(message, Validated):
             return message if rank == 0 else None  # all ranks know the same
         key = _key(message)
@@ -101,8 +101,7 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Paused():
             return _paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            return replace(first, of_others=(), digests=_digests([
-                digests for one in by_rank if isinstance(one, Finished) for digests in (one.digests, *one.of_others)]))
+            return replace(first, digests=_digests([one.digests for one in by_rank if isinstance(one, Finished)]))
         case Checkpoints():
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))

@@ -70,7 +70,7 @@ class Run:
             settles=None if resilience.settling is None else Cost(self.layer_bytes, setup.fetch_bytes_per_second),
             mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,
             automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=resilience.at_speeds is not None,
-            plans_for_degraded=resilience.with_degraded is not None, domains=self.domains,
+            domains=self.domains,
             partition=Partition(self.elements, cuts, setup.failure_domains,
                                 self.config.training.shard_optimizer) if self.elements else None,
             length_costs=self.length_costs, whole_schedules=self.whole_schedules)

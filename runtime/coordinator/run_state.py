@@ -49,8 +49,7 @@ class Rules:
     """As in `Settling`."""
     automatic_checkpoints: bool = False
     plans_for_speeds: bool = False
-    plans_for_degraded: bool = False
-    """Whether anything plans for slow workers, and for those that go on as half their processes."""
+    """Whether anything plans for slow workers."""
     domains: FailureDomains = ALONE
     """Which workers fail together."""
     partition: Partition | None = None
@@ -66,8 +65,6 @@ class Present(msgspec.Struct, frozen=True):
 
     addresses: tuple[tuple[str, int], ...]
     """Where each of its ranks sends layers from."""
-    stands_for: int = 1
-    """For how many ranks each of its processes does."""
 
 
 class Holding(msgspec.Struct, frozen=True):

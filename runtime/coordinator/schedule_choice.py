@@ -48,13 +48,6 @@ def settled(step: Step) -> Schedule | None:
     return _settled(step, _held(step, step.state.members, step.state.held_now(step.rules.placement)))
 
 
-def degraded(step: Step, live: Collection[Worker]) -> tuple[Worker, ...]:
-    """Those of these workers that go on as half their processes, where that makes a difference."""
-    if not step.rules.plans_for_degraded:
-        return ()
-    return tuple(sorted(one for one in live if one in step.state.live and step.state.live[one].stands_for > 1))
-
-
 def _by_layers(step: Step, live: Collection[Worker], moved: Way) -> Schedule | None:
     """Layers move where they may; where they are to stay, only if there is no schedule of whole stages."""
     ways = (_whole_stages(step, live), moved)
@@ -76,13 +69,13 @@ def _settled(step: Step, held: Held) -> Schedule | None:
 
 def _as_first(step: Step, live: Collection[Worker]) -> bool:
     """Whether the first schedule is for these workers, as they are."""
-    return step.state.slow.speeds is None and step.rules.first.seat_of.keys() == set(live) and not degraded(step, live)
+    return step.state.slow.speeds is None and step.rules.first.seat_of.keys() == set(live)
 
 
 def _find(step: Step, live: Collection[Worker], *, held: Held | None = None, settled: bool = False,
           from_checkpoint: bool = False) -> Schedule | None:
     down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
-    question = Question(down, step.state.slow.speeds, held, settled, from_checkpoint, degraded(step, live))
+    question = Question(down, step.state.slow.speeds, held, settled, from_checkpoint)
     answer = step.state.answers.get(question)
     if isinstance(answer, Exception):
         raise answer

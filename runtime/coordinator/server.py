@@ -91,7 +91,6 @@ class Connection(asyncio.Protocol):
         """The worker, or the number of the node; None before the first message."""
         self.rank = 0
         """Of the worker's process."""
-        self.stands_for = 1
         """For how many of its ranks that does."""
         self.heard = math.inf
         """When a worker's process that sends heartbeats was heard last, by time.monotonic; infinity: it sends none."""

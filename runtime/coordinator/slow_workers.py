@@ -197,7 +197,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
                                                                                    FIRST_PAUSE_SECONDS))
                                        if worker in workers else left for worker, left in self.left_out.items()})
 
-    def look(self, present: Schedule, iteration: int, degraded: tuple[Worker, ...], to: Effects) -> "SlowWorkers":
+    def look(self, present: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
         """Have planned what is to be planned, while all train by a schedule.
 
         Those left out that are worth their place again are left out no longer. `iteration` is the next to be committed.
@@ -213,7 +213,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         if not self.plans or nothing or asked:
             return new._telling(NOTHING, iteration, to, "the present one is for these speeds" if self.plans else
                                 "the run was given none") if new.news and (as_planned or not self.plans) else new
-        question = SpeedQuestion(new.order, present, speeds, degraded, tuple(sorted(new.left_out)))
+        question = SpeedQuestion(new.order, present, speeds, tuple(sorted(new.left_out)))
         to.do(question)
         return replace(new, asked=question, answered=False, decision=None)
 

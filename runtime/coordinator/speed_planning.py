@@ -42,8 +42,6 @@ class SpeedQuestion(NamedTuple):
     """The present one, and its schedule."""
     present: Schedule
     speeds: Speeds
-    degraded: tuple[Worker, ...]
-    """As in `Question`."""
     left_out: tuple[Worker, ...]
     """Now."""
 

@@ -64,11 +64,6 @@ class WorkerConnections:
         """From one look for silent ones to the next."""
         return self._timeout / LOOKS_PER_TIMEOUT
 
-    def processes_of(self, worker: Worker) -> int:
-        """How many a worker is."""
-        there = self._connections.get(worker) if self._ranks > 1 else None
-        return self._ranks // next(iter(there.values())).stands_for if there else self._ranks
-
     def admit(self, connection: Connection, message: JoinWorker) -> bool:
         """Take in a worker that has connected; whether it may come in. Else it is told to leave, or to ask again."""
         worker, epoch = message.worker, self._run.setup.epoch
@@ -77,13 +72,9 @@ class WorkerConnections:
             connection.close()
             return False
         others = {rank: one for rank, one in self._connections.get(worker, {}).items() if not one.over}
-        stands_for = message.stands_for
-        if message.rank in others or worker not in self._known or not 0 < stands_for <= self._ranks \
-                or message.rank not in range(self._ranks // stands_for) \
-                or any(one.stands_for != stands_for for one in others.values()):
+        if message.rank in others or worker not in self._known or message.rank not in range(self._ranks):
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
-        connection.stands_for = stands_for
         self._connections[worker] = {**others, message.rank: connection}
         self._given_up.discard(worker)
         return True
@@ -133,10 +124,8 @@ class WorkerConnections:
                   if (found := {rank: one.heard for rank, one in ranks.items() if one.heard < since})}
         missed = {worker for worker, ranks in silent.items() if min(ranks.values()) < now - self._timeout}
         for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
-            its = silent[worker]
-            alone = next(iter(its)) if len(its) == 1 < self.processes_of(worker) else None
-            self._processes.kill(worker, alone)  # first: the others of its processes may end by themselves then
-            self.give_up(worker, f"worker {worker} stopped answering", min(its.values()))
+            self._processes.kill(worker)  # first: the others of its processes may end by themselves then
+            self.give_up(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
 
     def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost whose process may not have ended."""

@@ -1,6 +1,5 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,11 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
-from slipstream.runtime.config import STANDS_FOR
 from slipstream.runtime.errors import CoordinatorFailedError, RunError
 from slipstream.runtime.processes.faults import Crashes, Faults
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
-from slipstream.runtime.processes.found_workers import enough_devices
 from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.to_coordinator import Ended
@@ -45,7 +42,7 @@ class NodeProcesses:
     """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
-                 settings: NodeSettings, first_card: int = 0, lost: Mapping[Worker, Sequence[int]] = {}) -> None:
+                 settings: NodeSettings, first_card: int = 0) -> None:
         self._fork_server = fork_server
         self._coordinator = coordinator
         self._cards = cards
@@ -55,10 +52,6 @@ class NodeProcesses:
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, Ended] = {}
         """Of workers of which a process has ended: the first to do so."""
-        self._killed: set[Worker] = set()
-        """Workers that were killed as a whole."""
-        self._lost = {worker: list(ranks) for worker, ranks in lost.items()}
-        """The ranks whose devices a worker goes on without."""
 
     @contextmanager
     def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
@@ -84,27 +77,11 @@ class NodeProcesses:
         """Start or kill a worker. Raises ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
-            if command.rank is None:
-                self._killed.add(worker)
-            elif self._lives(worker):
-                self._ends(worker, -signal.SIGKILL, command.rank)
             self._kill(worker)
         elif not self._lives(worker):
-            self._start(command)
-
-    def _start(self, command: StartWorker) -> None:
-        """Start a worker whole, or as half its processes, on devices that it has left."""
-        worker, lost = command.worker, self._lost
-        self._killed.discard(worker)
-        lost[worker] = [] if command.without is None else [*lost.get(worker, ()), self._left(worker)[command.without]]
-        stands_for = STANDS_FOR if lost[worker] else 1
-        for rank, place in enumerate(self._left(worker)[:len(self._ranks) // stands_for]):
-            self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, place), self._settings,
-                                               command.restarted, rank, stands_for, tuple(lost[worker])).process())
-
-    def _left(self, worker: Worker) -> list[int]:
-        """The ranks whose devices a worker may use; its processes use the first ones."""
-        return [rank for rank in self._ranks if rank not in self._lost.get(worker, ())]
+            for rank in self._ranks:
+                self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, rank), self._settings,
+                                                   command.restarted, rank).process())
 
     def alive(self) -> list[Worker]:
         """Those that have been started, and not ended."""
@@ -117,13 +94,10 @@ class NodeProcesses:
 
     def _kill(self, worker: Worker) -> None:
         for rank in self._ranks:
-            self._fork_server.kill(self._name(worker, rank))
+            self._fork_server.kill(process_name(worker, rank))
 
     def _lives(self, worker: Worker) -> bool:
-        return any(self._fork_server.lives(self._name(worker, rank)) for rank in self._ranks)
-
-    def _name(self, worker: Worker, rank: int) -> str:
-        return process_name(worker, rank, self._lost.get(worker, ()))
+        return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to report."""
@@ -132,18 +106,12 @@ class NodeProcesses:
     def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises ForkServerError."""
         for one in self._fork_server.poll(0):
-            named = worker_named(one.name)
-            self._ends(named.worker, one.status, named.rank)
+            worker = worker_named(one.name).worker
+            self._ending.setdefault(worker, Ended(worker, one.status))
         over = [worker for worker in self._ending if not self._lives(worker)]
         for worker in self._ending.keys() - over:
             self._kill(worker)
         return [self._ending.pop(worker) for worker in over]
-
-    def _ends(self, worker: Worker, status: int, rank: int) -> None:
-        """A worker ends because of one of its processes, if it does not end already."""
-        lost = len(self._ranks) - len(self._left(worker)) + 1
-        enough = enough_devices(len(self._ranks), lost) and worker not in self._killed
-        self._ending.setdefault(worker, Ended(worker, status, rank if enough else None))
 
 
 class ProcessManager:
@@ -159,10 +127,6 @@ class ProcessManager:
         The workers that are not there from the start.
     failures
         Nodes whose workers to kill.
-    degradable
-        The columns of which a worker that has lost one of its processes is started again at once, as half as many.
-    without
-        Workers of this node that had lost a process when their launcher died, and which.
     faults_per_hour
         How many times a worker that crashes is started again; 0: only those of `returns` are.
     crashes
@@ -171,7 +135,6 @@ class ProcessManager:
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 degradable: Collection[int] = (), without: Mapping[Worker, int] = {},
                  faults_per_hour: int = 0, crashes: Crashes = (),
                  keep: Callable[[Crashes], None] = lambda _: None) -> None:
         self._local = local
@@ -183,8 +146,6 @@ class ProcessManager:
         self._iteration = -1
         """The last one that has begun."""
         self._dead = set(absent)
-        self._degradable = degradable
-        self._without = without
         self._failures = list(failures)
         self._faults = Faults.after(faults_per_hour, crashes)
         self._keep = keep
@@ -227,29 +188,20 @@ class ProcessManager:
             self._crashed(worker)
 
     def start_missing(self) -> None:
-        """Start the workers of node 0 that do not live: the node has been started again. One that had lost a process
-        goes on without it, where it can. Raises ForkServerError."""
+        """Start the workers of node 0 that do not live: the node has been started again. Raises ForkServerError."""
         for worker in sorted(set(self.workers_of(0)) & self._dead):
-            self._start(worker, self._without.get(worker) if worker.column in self._degradable else None)
+            self._start(worker)
 
-    def kill(self, worker: Worker, rank: int | None = None) -> None:
-        """Kill a worker's process, wherever it is; all of them, where it is several, because of that of a `rank`.
-
-        Raises ForkServerError.
-        """
-        self._do(KillWorker(worker, rank))
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker's process, wherever it is; all of them, where it is several. Raises ForkServerError."""
+        self._do(KillWorker(worker))
 
     def ended(self, ended: Ended) -> None:
-        """A worker has ended; start it anew if that is due, or if it can go on without one of its processes.
-
-        Raises ForkServerError.
-        """
+        """A worker has ended; start it anew if that is due. Raises ForkServerError."""
         worker = ended.worker
         self._dead.add(worker)
         self._bring_back()
-        if worker.column in self._degradable and ended.status and ended.without is not None and worker in self._dead:
-            self._start(worker, ended.without)
-        elif ended.status and worker in self._dead:
+        if ended.status and worker in self._dead:
             self._crashed(worker)
 
     def _crashed(self, worker: Worker) -> None:
@@ -292,9 +244,9 @@ class ProcessManager:
                 self._returns.remove(one)
                 self._start(one.worker)
 
-    def _start(self, worker: Worker, without: int | None = None) -> None:
+    def _start(self, worker: Worker) -> None:
         self._dead.remove(worker)
-        self._do(StartWorker(worker, without=without))
+        self._do(StartWorker(worker))
 
     def _do(self, command: StartWorker | KillWorker) -> None:
         node = self._nodes.get(command.worker, 0)

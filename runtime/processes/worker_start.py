@@ -1,6 +1,5 @@
 """What a worker's process is given when it is started."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,15 +49,11 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Whether the run has been going on without it."""
     rank: int = 0
     """Which of the worker's processes this is, where it is several."""
-    stands_for: int = 1
-    """For how many ranks each of them does: more than one where it has lost some."""
-    without: tuple[int, ...] = ()
-    """The ranks whose devices the worker goes on without."""
 
     def process(self) -> ProcessSpec:
         """The request to the fork server, over a socket that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
-        return ProcessSpec(process_name(self.worker, self.rank, self.without), "slipstream.runtime.worker.main:main",
+        return ProcessSpec(process_name(self.worker, self.rank), "slipstream.runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
                            imports=self._imports)
 
@@ -76,11 +71,9 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         return Path(self.settings.out) / "logs" / f"worker-{self.worker}{of_rank}.log"
 
 
-def process_name(worker: Worker, rank: int, without: Sequence[int] = ()) -> str:
-    """What the fork server calls a worker's process; with the ranks without whose devices the worker goes on, as the
-    name is what is known of a process whose launcher has died."""
-    name = f"{worker}/{rank}" if rank else str(worker)
-    return "-".join((name, *map(str, without)))
+def process_name(worker: Worker, rank: int) -> str:
+    """What the fork server calls a worker's process: all that is known of one whose launcher has died."""
+    return f"{worker}/{rank}" if rank else str(worker)
 
 
 class Named(NamedTuple):
@@ -88,11 +81,9 @@ class Named(NamedTuple):
 
     worker: Worker
     rank: int
-    without: tuple[int, ...]
 
 
 def worker_named(name: str) -> Named:
-    """The worker and the rank of a process, and the ranks that the worker goes on without."""
-    name, *without = name.split("-")
+    """The worker and the rank of a process."""
     worker, _, rank = name.partition("/")
-    return Named(Worker.parse(worker), int(rank or 0), tuple(map(int, without)))
+    return Named(Worker.parse(worker), int(rank or 0))

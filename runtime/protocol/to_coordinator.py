@@ -20,8 +20,6 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
     """Of the coordinator that it has followed, and lost; 0: it has just been started."""
     rank: int = 0
     """Of the process, where a worker is several."""
-    stands_for: int = 1
-    """For how many ranks each process of the worker does, which has lost some where it is more than one."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
@@ -97,8 +95,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
     known: Known | None = None
     """Where it has followed another coordinator."""
-    stands_for: int = 1
-    """As in `JoinWorker`."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -198,8 +194,6 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     order: int
     digests: dict[str, str]
     """Of each of its parameters, by name; those who hold the same ones must agree."""
-    of_others: tuple[dict[str, str], ...] = ()
-    """Those of the other ranks that a process stands for."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
@@ -273,9 +267,6 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     status: int
     """As in subprocess, the exit code or minus the signal."""
-    without: int | None = None
-    """Of its processes, the one that has ended, where enough devices are left to go on without that one's as half as
-    many."""
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused

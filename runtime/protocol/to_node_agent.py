@@ -44,16 +44,12 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     restarted: bool = True
     """Whether the run has been going on without it."""
-    without: int | None = None
-    """Of its processes, one whose device is not to be used any more: it is to go on as half as many."""
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
     """When a worker has been given up: kill its process, if it lives."""
 
     worker: Worker
-    rank: int | None = None
-    """Of its processes, the one that it is given up for: its end is the worker's."""
 
 
 class StillRunning(msgspec.Struct, frozen=True, tag=True):

@@ -86,8 +86,6 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of their sources."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
-    stand_for: tuple[tuple[Worker, int], ...] = ()
-    """Members that have lost ranks, and for how many each of their processes stands."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
     costs: LengthCosts | None = None

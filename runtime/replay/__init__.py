@@ -3,8 +3,7 @@
     executor         runs one worker's program, op by op
     evaluation       the loss of validation data, by the forwards alone
     exchange         hands the result of an op to the next one, on the same worker or another
-    session          one worker's part in an order: aborts from any thread, and commit points
-    rank_session     sends, receives, sums, as one of the ranks of a worker
+    session          one worker's part in an order: sends, receives, sums, aborts from any thread, commit points
     links            process groups, made when an order begins, used again where nothing was aborted
     sum_tree         sums of numbers over all processes
     transfers        tensors and sums that are on their way

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from slipstream.runtime.model.ranks.own_ranks import RankForms, carried, carriers
+from slipstream.runtime.model.passed import Form, Value, carrier_form, gradient_form, made, packed, unpacked
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import Arriving, Outgoing
 from slipstream.schedules.parts import Crossing, crossings_of
@@ -50,17 +49,14 @@ class Exchange:
     ----------
     forms
         Of what goes into each layer of the schedule, and then of what comes out of the last.
-    by_rank
-        The same at each of the ranks that this process stands for, where these are several.
     """
 
     def __init__(self, schedule: Schedule, session: Session, forms: Sequence[Form],
-                 iterations: range, by_rank: RankForms | None = None) -> None:
+                 iterations: range) -> None:
         self._worker = worker = session.worker
         self._session = session
         self._schedule = schedule
         self._forms = forms
-        self._by_rank = by_rank or RankForms(forms)
         self._iterations = iterations
         self._mine = crossings_of(schedule, worker)
         self._place: Mapping[TensorName, int] = {
@@ -73,8 +69,8 @@ class Exchange:
         self._ahead = None if session.ordered else [place for place, one in enumerate(self._mine)
                                                   if one.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
-        self._arriving: dict[int, list[Arriving]] = {}
-        self._ready: dict[int, list[Tensor]] = {}
+        self._arriving: dict[int, Arriving] = {}
+        self._ready: dict[int, Tensor] = {}
         self._local: dict[TensorName, Value] = {}
         self._leaving: list[_Leaving] = []
 
@@ -84,7 +80,7 @@ class Exchange:
         if number is None:
             self._local[name] = value
             return
-        self._ready[number] = carriers(value, *self._forms_of(name.kind, name.slice), self._by_rank.ranks)
+        self._ready[number] = packed(value)
         if self._ahead is None:
             self._issue_through(number)
         else:
@@ -97,14 +93,14 @@ class Exchange:
         if number is None:
             return self._local.pop(name)
         self._issue_through(number)
-        found = [one.take() for one in self._arriving.pop(number)]  # the op runs at once: more are posted before the
+        carrier = self._arriving.pop(number).take()  # the op runs at once: more are posted before the next wait
         self._free_until(number)
-        return carried(found, *self._forms_of(name.kind, name.slice))  # next wait
+        return unpacked(carrier, self._form(name.kind, name.slice))
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on zeros, for an op that is not run. Raises CommunicationError."""
         device = self._session.device
-        form, _ = self._forms_of(name.kind, name.slice)
+        form = self._form(name.kind, name.slice)
         self.give(iteration, name, made(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def more(self, iterations: int = 1) -> None:
@@ -172,20 +168,16 @@ class Exchange:
         one = self._crossing(number)
         if one.source == self._worker:
             taken = number // len(self._mine), one.taken
-            self._leaving += [
-                _Leaving(rank.send(carrier, one.target, one.number), taken)
-                for rank, carrier in zip(self._session.by_rank, self._ready.pop(number), strict=True)]
+            outgoing = self._session.send(self._ready.pop(number), one.target, one.number)
+            self._leaving.append(_Leaving(outgoing, taken))
         else:
-            shape, dtype = carrier_form(self._forms_of(one.tensor, one.slice)[1])
-            self._arriving[number] = [rank.receive(shape, dtype, one.source, one.number)
-                                      for rank in self._session.by_rank]
+            shape, dtype = carrier_form(self._form(one.tensor, one.slice))
+            self._arriving[number] = self._session.receive(shape, dtype, one.source, one.number)
 
     def _crossing(self, number: int) -> Crossing:
         return self._mine[number % len(self._mine)]
 
-    def _forms_of(self, kind: TensorKind, slice: int) -> tuple[Form, Form]:
-        """That of what the ops of a slice take here, and that of what a rank passes."""
+    def _form(self, kind: TensorKind, slice: int) -> Form:
+        """That of what the ops of a slice take."""
         first, end = self._schedule.layers_of(slice)
-        if kind == "activation":
-            return self._forms[first], self._by_rank.forms[first]
-        return gradient_form(self._forms[end]), gradient_form(self._by_rank.forms[end])
+        return self._forms[first] if kind == "activation" else gradient_form(self._forms[end])

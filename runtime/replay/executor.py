@@ -12,7 +12,6 @@ from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.replay.exchange import Exchange, TensorName
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.rank_session import Shared
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import Session
 from slipstream.schedules.graph import reducing_early
@@ -65,8 +64,7 @@ class Executor:
         self._slices, self._holding = slices, slices.holding
         self._steps = steps
         self._session = session
-        self._parts = [PartExchange(rank) for rank in session.by_rank]
-        """Of each rank that this process stands for."""
+        self._parts = PartExchange(session)
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -183,19 +181,11 @@ class Executor:
         assert slice is not None
         layers = self._slices.layers[slice]
         with self._recorder.timing(step.op):
-            cut = self._holding.sharded_cut(layers)
-            if cut is None:
-                self._sum(layers)
-                return
-            for rank, parts, holding, (gradients, *whole) in zip(
-                    self._session.by_rank, self._parts, self._holding.by_rank, self._holding.summed(layers),
-                    strict=True):
-                parts.reduce(layers, gradients, cut, holding.copies(layers))
-                rank.sum_over_sharers(layers, whole)
-
-    def _sum(self, what: Shared) -> None:
-        for rank, gradients in zip(self._session.by_rank, self._holding.summed(what), strict=True):
-            rank.sum_over_sharers(what, gradients)
+            whole = self._holding.summed(layers)
+            if (cut := self._holding.sharded_cut(layers)) is not None:
+                gradients, *whole = whole
+                self._parts.reduce(layers, gradients, cut, self._holding.copies(layers))
+            self._session.sum_over_sharers(layers, whole)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
@@ -205,20 +195,14 @@ class Executor:
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name in self._holding.shared_gradients:
-                self._sum(name)
-            self._steps.step(self._iteration, self._loss, self._wait_for_copies)
+                self._session.sum_over_sharers(name, self._holding.summed(name))
+            self._steps.step(self._iteration, self._loss, self._parts.wait_for_copies)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
             self._gather_all()
 
-    def _wait_for_copies(self) -> None:
-        for exchange in self._parts:
-            exchange.wait_for_copies()
-
     def _gather_all(self) -> None:
-        """Gather the parameters of all ranks that this process stands for; they are on their way at the same time."""
-        gathering = [parts.gather(*one) for parts, holding in zip(self._parts, self._holding.by_rank, strict=True)
-                     for one in holding.flat_parameters()]
-        for finish in gathering:
+        """Gather the parameters of all ranges; they are on their way at the same time."""
+        for finish in [self._parts.gather(*one) for one in self._holding.flat_parameters()]:
             finish()
         self._holding.arrived()
 

@@ -1,7 +1,7 @@
 """Links: the process groups of one process, made when an order begins, and used again where nothing was aborted."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -79,13 +79,13 @@ class Links:
 class Groups:
     """The process groups of one order; see `Session` for most methods."""
 
-    def __init__(self, links: Links, store: Store, order: int, own: Sequence[str],
+    def __init__(self, links: Links, store: Store, order: int, own: str,
                  spared: Callable[[], Sockets]) -> None:
         self.links = links
         self._store = store
         self._order = order
         self._own = own
-        """As which processes this one takes part."""
+        """As which process this one takes part."""
         self._spared = spared
         self._held: dict[str, _Held] = {}
         self._lost: list[_Held] = []
@@ -181,12 +181,11 @@ class Groups:
             return []
         mine = {name: one.order for name, one in idle.items() if name in wanted and one.wanted.backend.ordered
                 and one.wanted.members == wanted[name].members and one.wanted.backend.lost(one.group) is None}
-        others = sorted({member for one in wanted.values() for member in one.members}.difference(self._own))
+        others = sorted({member for one in wanted.values() for member in one.members} - {self._own})
         keys = self.keys("kept ")
-        for process in self._own:
-            keys.set(process, msgspec.json.encode(mine))
+        keys.set(self._own, msgspec.json.encode(mine))
         keys.wait(others)
-        by_process = {process: _KEPT.decode(keys.get(process)) for process in others} | dict.fromkeys(self._own, mine)
+        by_process = {process: _KEPT.decode(keys.get(process)) for process in others} | {self._own: mine}
         return [name for name, order in mine.items()
                 if all(by_process[member].get(name) == order for member in wanted[name].members)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from slipstream.runtime.model.state.parts import Cut, Span
-from slipstream.runtime.replay.rank_session import BYTES_TAG, RankSession
+from slipstream.runtime.replay.session import BYTES_TAG, Session
 from slipstream.runtime.replay.transfers import told_in_one_line
 from slipstream.runtime.torch_private import Group
 from slipstream.schedules.layers import LayerRange, layers_text
@@ -22,10 +22,9 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
-    """That of one worker in one order, as one of the ranks that this process stands for. All methods raise
-    CommunicationError."""
+    """That of one worker in one order. All methods raise CommunicationError."""
 
-    def __init__(self, session: RankSession) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
         """Sums of gradients on their way: what carries them, and from where to where they then are to be copied."""

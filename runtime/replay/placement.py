@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from slipstream.runtime.model.layers.layered_model import split_layers
 from slipstream.runtime.model.layers.sharing import Sharing
-from slipstream.runtime.replay.rank_session import Shared
+from slipstream.runtime.replay.session import Shared
 from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
 from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker

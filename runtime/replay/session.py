@@ -10,28 +10,37 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from slipstream.runtime.beside import Beside
 from slipstream.runtime.model.layers.worker_group import Connection
 from slipstream.runtime.replay.links import Groups, Links, Wanted
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.rank_session import RankSession, Shared
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.sum_tree import SumTree
-from slipstream.runtime.replay.transfers import CommunicationError, Summing, told_in_one_line
+from slipstream.runtime.replay.transfers import Arriving, CommunicationError, Outgoing, Summing, told_in_one_line
 from slipstream.runtime.torch_private import Group, Store
+from slipstream.schedules.layers import LayerRange, layers_text
 from slipstream.schedules.schedule import Worker
 
+T = TypeVar("T")
+Shared = LayerRange | str
+"""What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
+BYTES_TAG = 2**24
+"""Above those of any schedule's transfers."""
+BUCKET_BYTES = 2**20
+"""Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
+ones take longer to copy than they gain."""
 CLOCK_ROUNDS = 8
 DRAIN_SECONDS = 0.001
 """From one look at what is under way to the next."""
 
 
-class Session(RankSession):
+class Session:
     """Transfers and sums among the members of one order, on one device each.
 
     Parameters
@@ -45,8 +54,7 @@ class Session(RankSession):
 
     Nothing is connected before `connect`, so that `abort` can end that, too. Where a worker is a group of processes,
     each communicates with those of the same rank in all workers; only `sum_over_all` is over all processes. The
-    worker's own group is connected with it. A process that stands for several ranks communicates as each of them:
-    `by_rank` has what does, of which this is the first.
+    worker's own group is connected with it.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
@@ -55,11 +63,18 @@ class Session(RankSession):
 
     def __init__(self, membership: Membership, *, links: Links, device: torch.device, store: Store,
                  spared: Callable[[], Sockets] = frozenset) -> None:
-        own, *others = membership.by_rank
-        groups = Groups(links, store, membership.order,
-                        [one.process(membership.worker) for one in (own, *others)], spared)
-        super().__init__(groups, own, device)
-        self._other_ranks = [RankSession(groups, one, device) for one in others]
+        self.device = device
+        self.worker = membership.worker
+        self.ordered = links.backend.ordered
+        """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
+        self.staged = links.backend is links.host and device.type != "cpu"
+        """Whether tensors pass through host memory."""
+        self._groups = Groups(links, store, membership.order, membership.process(membership.worker), spared)
+        self._membership = membership
+        self._sharers: Mapping[Shared, tuple[Worker, ...]] = {}
+        self._routes: dict[tuple[Worker, Worker], tuple[Group, int]] = {}
+        """By source and target: the group, and the rank of the other end in it."""
+        self._of_sharers: dict[tuple[Worker, ...], Group] = {}
         self._between_ranks: Connection | None = None
         self._sums: SumTree | None = None
         self._beside = Beside(device, "reductions", enqueues=self.ordered)
@@ -83,10 +98,10 @@ class Session(RankSession):
             Whether `send_bytes` will be.
         """
         group, groups, links = self._membership.group, self._groups, self._groups.links
-        several = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
+        self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
         mine = {pair for pair in (permutations(self._membership.ranks, 2) if pairs is None else pairs)
                 if self.worker in pair}
-        wanted = [one for rank in self.by_rank for one in rank.wanted(several, mine, bytes_too=bytes_too)]
+        wanted = [*self._wanted(mine, bytes_too=bytes_too)]
         if sums:
             self._sums = SumTree(groups, *self._everyone())
             wanted += self._sums.wanted()
@@ -95,18 +110,71 @@ class Session(RankSession):
             wanted.append(Wanted(ranks, mates, mates.index(self._membership.process(self.worker)), links.backend))
         with told_in_one_line("meeting the other workers"):
             groups.make(wanted)
-        for rank in self.by_rank:
-            rank.route()
+        self._route(mine)
         if group is not None:
             self._between_ranks = Connection(groups.named(ranks), told_in_one_line, self.device, self.staged)
             group.connect(self._between_ranks)
         return self
 
-    @property
-    def by_rank(self) -> Sequence[RankSession]:
-        """For each rank that this process stands for. Not kept: what belongs to an order refers to itself nowhere, and
-        so goes with its last reference."""
-        return self, *self._other_ranks
+    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+        """Start sending; computing goes on."""
+        payload = tensor.detach().contiguous()
+        if self.staged:
+            payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
+        with told_in_one_line(f"sending to worker {target}"):
+            group, rank = self._way(self.worker, target)
+            return Outgoing(group.send([payload], rank, tag), payload, target)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
+        """Make room for a tensor, and start receiving it."""
+        payload = torch.empty(tuple(shape), dtype=dtype, pin_memory=True) if self.staged \
+            else torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with told_in_one_line(f"receiving from worker {source}"):
+            group, rank = self._way(source, self.worker)
+            return Arriving(group.recv([payload], rank, tag), payload, source, self.device)
+
+    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
+        parameter."""
+        if what not in self._sharers:
+            return
+        with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
+            carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
+            group, buckets = self._sharing(what), _buckets(carried)
+            joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
+                      for bucket in buckets]
+            for work in [group.allreduce([one]) for one in joined]:
+                work.wait()
+        for bucket, totals in zip(buckets, joined, strict=True):
+            start = 0
+            for tensor in bucket if len(bucket) > 1 else ():
+                tensor.copy_(totals.narrow(0, start, tensor.numel()).view_as(tensor))
+                start += tensor.numel()
+        if self.staged:
+            for tensor, total in zip(tensors, carried, strict=True):
+                tensor.copy_(total)
+
+    def sharers_of(self, layers: LayerRange) -> Group | None:
+        """The group of those who reduce a range, by their order; None where nobody else does."""
+        return self._sharing(layers) if layers in self._sharers else None
+
+    def send_bytes(self, data: bytes, layers: LayerRange, target: Worker) -> None:
+        """Send bytes of this host to another of those who reduce a range. Needs `bytes_too`."""
+        with told_in_one_line(f"sending to worker {target}"):
+            group, rank = self._of_bytes(layers), self._sharers[layers].index(target)
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(data)]), payload):
+                group.send([tensor], rank, BYTES_TAG).wait()
+
+    def receive_bytes(self, layers: LayerRange, source: Worker) -> bytes:
+        """Receive what `send_bytes` sends."""
+        with told_in_one_line(f"receiving from worker {source}"):
+            group, rank = self._of_bytes(layers), self._sharers[layers].index(source)
+            length = torch.empty(1, dtype=torch.int64)
+            group.recv([length], rank, BYTES_TAG).wait()
+            payload = torch.empty(int(length.item()), dtype=torch.uint8)
+            group.recv([payload], rank, BYTES_TAG).wait()
+            return payload.numpy().tobytes()
 
     def abort(self) -> None:
         """The order has ended: whatever waits for other workers comes to an end, and nothing is computed any more that
@@ -173,8 +241,7 @@ class Session(RankSession):
         self._groups.release()
         if self._membership.group is not None and self._between_ranks is not None:
             self._membership.group.disconnect(self._between_ranks)
-        for rank in self.by_rank:
-            rank.forget_routes()
+        self._routes, self._of_sharers = {}, {}
 
     def close(self) -> None:
         """Close what was aborted, beside all else: it may take a while. Peers that wait for it are released with an
@@ -219,6 +286,51 @@ class Session(RankSession):
                 keys.set("all", b"")
             keys.wait(["all"])
 
+    def _wanted(self, pairs: Collection[tuple[Worker, Worker]], *, bytes_too: bool) -> Iterator[Wanted]:
+        """The process groups that it needs; see `connect`."""
+        links = self._groups.links
+        for ends in sorted({self._ends(pair) for pair in pairs}):
+            yield Wanted(*self._among(ends, "to"), links.backend, directed=self.ordered)
+        for members in sorted(set(self._sharers.values())):
+            yield Wanted(*self._among(members, "and"), links.backend)
+            if bytes_too and self.ordered:
+                yield Wanted(*self._among(members, "bytes"), links.host)
+
+    def _route(self, pairs: Collection[tuple[Worker, Worker]]) -> None:
+        """Look up those groups, once."""
+        for source, target in pairs:
+            ends = self._ends((source, target))
+            other = ends.index(source if target == self.worker else target)
+            self._routes[source, target] = self._groups.named(self._among(ends, "to")[0]), other
+        for members in self._sharers.values():
+            self._of_sharers[members] = self._groups.named(self._among(members, "and")[0])
+
+    def _ends(self, pair: tuple[Worker, Worker]) -> tuple[Worker, ...]:
+        """The members of the group that carries what one sends to the other."""
+        return pair if self.ordered else tuple(sorted(pair))
+
+    def _among(self, workers: Sequence[Worker], word: str) -> tuple[str, tuple[str, ...], int]:
+        """Name, members and this process's place of the group of this rank in some workers."""
+        members = tuple(self._membership.process(worker) for worker in workers)
+        return f" {word} ".join(members), members, workers.index(self.worker)
+
+    def _way(self, source: Worker, target: Worker) -> tuple[Group, int]:
+        return self._connected(self._routes.get((source, target)))
+
+    def _sharing(self, what: Shared) -> Group:
+        return self._connected(self._of_sharers.get(self._sharers.get(what, ())))
+
+    def _connected(self, found: T | None) -> T:
+        """What an order that is open has. Raises RuntimeError."""
+        self._groups.require()  # a transfer may begin, and fail later, on connections that were just shut
+        if found is None:
+            raise RuntimeError("there is no connection")
+        return found
+
+    def _of_bytes(self, layers: LayerRange) -> Group:
+        self._groups.require()
+        return self._groups.named(self._among(self._sharers[layers], "bytes" if self.ordered else "and")[0])
+
     def _wait_for_device(self) -> None:
         """No thread is left behind in here (`runtime.replay.stuck_calls`): the device would go on behind it."""
         if self.device.type == "cuda":
@@ -247,3 +359,16 @@ def _ask_time(group: Group) -> tuple[float, float]:
     group.recv([answer], 0, 0).wait()
     answered = time.perf_counter()
     return answered - asked, answer.item() - (asked + answered) / 2
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one dtype together, up to `BUCKET_BYTES`; the same at all workers that reduce them."""
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not buckets or tensor.nbytes > room or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets

@@ -19,8 +19,7 @@ from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.links import Links, OrderEndedError
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
-from slipstream.runtime.replay.rank_session import Shared
-from slipstream.runtime.replay.session import Session
+from slipstream.runtime.replay.session import Session, Shared
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker

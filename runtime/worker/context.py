@@ -12,7 +12,6 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import Sharing
 from slipstream.runtime.model.layers.worker_group import WorkerGroup
 from slipstream.runtime.model.passed import Form
-from slipstream.runtime.model.ranks.own_ranks import RankForms
 from slipstream.runtime.protocol.coordinator_link import CoordinatorLink
 from slipstream.runtime.protocol.failure_injection import Injector
 from slipstream.runtime.protocol.node_reports import Reporter
@@ -62,8 +61,6 @@ class WorkerContext:
     validation: Data | None
     forms: Sequence[Form]
     """Of what passes at each of the placement's cuts, as this process has it."""
-    by_rank: RankForms
-    """As each rank does that it stands for."""
     rehearsal: Rehearsal = field(default_factory=Rehearsal)
     """For which layers all kinds of ops have been run."""
     layer_store: LayerStore
@@ -77,11 +74,6 @@ class WorkerContext:
     def rank(self) -> int:
         """Which of the worker's processes this is."""
         return 0 if self.group is None else self.group.rank()
-
-    @property
-    def ranks(self) -> range:
-        """Those that this process stands for."""
-        return range(self.rank * self.by_rank.ranks, (self.rank + 1) * self.by_rank.ranks)
 
     def lasting_sockets(self) -> Sockets:
         """Those that outlive an order."""

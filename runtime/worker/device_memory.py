@@ -52,7 +52,7 @@ class DeviceMemory:
     def _held(self, holding: Holding) -> str:
         parameters = sum(one.nbytes for one in holding.parameters().values())
         gradients = sum(one.nbytes for one in holding.gradients())
-        states = sum(one.state_bytes() + one.undo_bytes() for one in holding.part_optimizers)
+        states = holding.optimizer.state_bytes() + holding.optimizer.undo_bytes()
         text = (f"while it held {_text(parameters)} of parameters, {_text(gradients)} of gradients and "
                 f"{_text(states)} of optimizer states with copies to undo a step")
         if self._device.type != "cuda":

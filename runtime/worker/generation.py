@@ -51,7 +51,7 @@ class Generation:
         self._schedule = schedule
         self._session = Session(
             Membership(order.order, {worker: rank for rank, worker in enumerate(schedule.members)}, context.worker,
-                       context.group, dict(order.stand_for)),
+                       context.group),
             links=context.links, device=context.device, store=context.store, spared=context.lasting_sockets)
         self._activity = Activity()
         self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,

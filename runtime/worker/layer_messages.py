@@ -47,8 +47,6 @@ class PartName(msgspec.Struct, frozen=True, array_like=True):
     stop: _Elements
     state: bool
     """With the optimizer's state, else parameters alone."""
-    rank: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """Whose: of the ranks of a worker that is a group of processes."""
 
 
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -42,16 +41,9 @@ from slipstream.schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Module = Callable[[int, int], nn.Module]
+Module = Callable[[int], nn.Module]
 Follow = Callable[[PartState, nn.Module], FollowedPart]
 Address = tuple[str, int]
-
-
-class Source(NamedTuple):
-    """One of the ranks of a worker, which gives layers to the same rank of another one."""
-
-    worker: Worker
-    rank: int
 
 
 class Sender(NamedTuple):
@@ -63,28 +55,27 @@ class Sender(NamedTuple):
 
 
 class LayerFetch(NamedTuple):
-    """What one worker is to get, as each of the ranks that its process stands for."""
+    """What one process of a worker is to get, from those of the same rank."""
 
     number: int
     """The coordinator's number of a fetch while training goes on; 0 where all wait."""
     order: int
     """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
-    senders: Mapping[Source, Sender]
+    senders: Mapping[Worker, Sender]
     follow: bool
     """Whether the senders train meanwhile."""
 
 
 def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Sequence[Address]]],
-                ranks: range = range(1)) -> dict[Source, Sender]:
-    """Where the layers, or parts, come from that some moves bring to these ranks of a worker; `addresses` are those of
+                rank: int = 0) -> dict[Worker, Sender]:
+    """Where the layers, or parts, come from that some moves bring to this rank of a worker; `addresses` are those of
     all ranks of all sources."""
-    by_rank, found = dict(addresses), dict[Source, Sender]()
-    for move, rank in product(moves, ranks):
+    by_worker, found = dict(addresses), dict[Worker, Sender]()
+    for move in moves:
         if move.target == worker:
-            source = Source(move.source, rank)
-            before = found[source].parts if source in found else ()
-            found[source] = Sender(by_rank[move.source][rank], (
-                *before, PartName(move.layer, move.start, move.stop, move.state, rank)))
+            before = found[move.source].parts if move.source in found else ()
+            found[move.source] = Sender(by_worker[move.source][rank], (
+                *before, PartName(move.layer, move.start, move.stop, move.state)))
     return found
 
 
@@ -107,18 +98,15 @@ class LayerReceiver:
     Parameters
     ----------
     module
-        As a rank has it, a layer of which parts are to come: any, as long as it is built.
+        A layer of which parts are to come: any, as long as it is built.
     follow
         Makes what follows a part with its optimizer's state.
     secret
         What those who may give layers know.
-    ranks
-        Those that this process stands for.
     """
 
     def __init__(self, module: Module, follow: Follow, device: torch.device, secret: Secret,
-                 events: ReceiverEvents | None = None, ranks: range = range(1)) -> None:
-        self._ranks = ranks
+                 events: ReceiverEvents | None = None) -> None:
         self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
                               events=events or ReceiverEvents())
         self._lock = threading.Lock()
@@ -134,20 +122,18 @@ class LayerReceiver:
             if fetch.senders:
                 self._transfers[key] = self._begin(fetch)
 
-    def take(self, order: int, fetch: int, require: Callable[[], None]) -> list[list[PartState]]:
-        """What was fetched for an order by each rank, as it is when that begins: under this number, and where all
-        wait.
+    def take(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
+        """What was fetched for an order, as it is when that begins: under this number, and where all wait.
 
         Waits until all senders are in the order, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any other number is dropped.
         """
-        found: list[list[PartState]] = [[] for _ in self._ranks]
+        found: list[PartState] = []
         for transfer in self._until(order):
             try:
                 if transfer.fetch.number in (0, fetch):
                     transfer.take(order, require)
-                    for name, part in transfer.parts.items():
-                        found[name.rank - self._ranks.start].append(part.state())
+                    found += [part.state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
         return found
@@ -180,13 +166,13 @@ class _Transfer:
         self._follow = follow
         self._device = device
         self._events = events
-        self._asked: dict[Source, tuple[PartName, ...]] = {}
+        self._asked: dict[Worker, tuple[PartName, ...]] = {}
         """What each sender is asked for."""
         self.parts: dict[PartName, FollowedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
-        self._up_to_date: set[Source] = set()
-        self._orders: dict[Source, int] = {}
+        self._up_to_date: set[Worker] = set()
+        self._orders: dict[Worker, int] = {}
         """That of each sender."""
         self._broken: str | None = None
         self._over = False
@@ -219,21 +205,21 @@ class _Transfer:
         try:
             for source, sender in self.fetch.senders.items():
                 self._asked[source] = tuple(one for part in sender.parts if not self._over for one in (
-                    [part] if part.stop != ALL else self._parts_of(part.rank, part.layer)))
+                    [part] if part.stop != ALL else self._parts_of(part.layer)))
         except Exception as error:
             self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return
         for source, sender in self.fetch.senders.items():
             threading.Thread(target=self._receive, args=(source, sender), daemon=True,
-                             name=f"layers from {source.worker}").start()
+                             name=f"layers from {source}").start()
 
-    def _parts_of(self, rank: int, layer: int) -> list[PartName]:
+    def _parts_of(self, layer: int) -> list[PartName]:
         """A whole layer: what is cut, and each parameter that is not. What is not trained comes with the first."""
-        elements = elements_of(self._module(rank, layer))
+        elements = elements_of(self._module(layer))
         spans = [*([(0, elements.cut)] if elements.cut else ()), *elements.whole_spans] or [(0, 0)]
-        return [PartName(layer, start, stop, True, rank) for start, stop in spans]
+        return [PartName(layer, start, stop, True) for start, stop in spans]
 
-    def _receive(self, source: Source, sender: Sender) -> None:
+    def _receive(self, source: Worker, sender: Sender) -> None:
         """Apply the messages of one sender, until the end."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -252,7 +238,7 @@ class _Transfer:
                     with self._changed:
                         self._connections.remove(connection)
         except Exception as error:  # whatever it is, somebody waits for the layers
-            self._break(f"fetching layers from worker {source.worker} failed: {' '.join(str(error).split())}")
+            self._break(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
 
     def _enter(self, connection: socket.socket) -> bool:
         with self._changed:
@@ -260,7 +246,7 @@ class _Transfer:
                 self._connections.append(connection)
             return not self._over
 
-    def _apply(self, sender: Source, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
         match message:
             case LayerPart():
                 self._load(sender, message, tensors)
@@ -273,30 +259,30 @@ class _Transfer:
             case LayerRequest():
                 raise MessageError("it asks, where it was asked")
 
-    def _load(self, sender: Source, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
         if name not in self._asked[sender]:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
         part = PartState(name.layer, name.start, name.stop, tensors, name.state)
-        module, stepped = self._module(name.rank, name.layer), name.state and self.fetch.follow
+        module, stepped = self._module(name.layer), name.state and self.fetch.follow
         require_fits(module, part)
         self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part, message.iteration)
         if self.fetch.follow:
             self._events.loaded(message.iteration)
 
-    def _part(self, sender: Source, name: PartName) -> FollowedPart:
+    def _part(self, sender: Worker, name: PartName) -> FollowedPart:
         if name not in self._asked[sender] or name not in self.parts:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
-    def _go_back(self, sender: Source, begins: OrderBegins) -> None:
+    def _go_back(self, sender: Worker, begins: OrderBegins) -> None:
         for part in self._asked[sender]:
             self._part(sender, part).go_back(begins.iteration)
         with self._changed:
             self._orders[sender] = begins.order
             self._changed.notify_all()
 
-    def _note_up_to_date(self, sender: Source) -> None:
+    def _note_up_to_date(self, sender: Worker) -> None:
         with self._changed:
             before = len(self._up_to_date)
             self._up_to_date.add(sender)

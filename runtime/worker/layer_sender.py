@@ -68,9 +68,8 @@ class LayerSender:
         for one in self._server.following():
             if self._holds_all(one, layers):
                 for part in one.request.parts:
-                    store = layers.at(part.rank)
                     self._server.put(one, PartStepped(part, iteration), copied(
-                        store.part_gradients if part.state else store.part_state, part))
+                        layers.part_gradients if part.state else layers.part_state, part))
 
     def order_begins(self, order: int, committed: int) -> None:
         """Queue for all receivers that follow: an order begins, and this worker is at a committed iteration."""
@@ -108,7 +107,7 @@ class LayerSender:
         self._server.close()
 
     def _holds_all(self, receiver: Receiver, layers: LayerStore) -> bool:
-        held = all(layers.at(part.rank).keeps(part) for part in receiver.request.parts)
+        held = all(layers.keeps(part) for part in receiver.request.parts)
         if not held:
             self._server.drop(receiver)
         return held
@@ -117,7 +116,7 @@ class LayerSender:
 def _states(request: LayerRequest, iteration: int, layers: LayerStore, by: "_Reading"
             ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """All that is asked for, as it is before an iteration's step."""
-    return [(LayerPart(part, iteration), by(layers.at(part.rank).part_state, part)) for part in request.parts]
+    return [(LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts]
 
 
 _Read = Callable[[PartName], Mapping[str, Tensor]]

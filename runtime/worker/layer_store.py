@@ -12,12 +12,11 @@ from slipstream.runtime.device import copy_stream
 from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
 from slipstream.runtime.model.layers.unfilled import moved
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
-from slipstream.runtime.model.ranks.own_ranks import joined_state
 from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from slipstream.runtime.model.state.parts import Cut, Elements
-from slipstream.runtime.protocol.to_coordinator import Kept, kept_by_all
+from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
@@ -32,8 +31,6 @@ class Build(Protocol):
 
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
 """The whole states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
-ByRank = Sequence[Sequence[PartState]]
-"""What was received as each of the ranks that this process stands for."""
 
 
 class LayerStore:
@@ -57,8 +54,7 @@ class LayerStore:
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon, and to come from others."""
         for layer in layers:
-            for store in (self, *self.by_rank):
-                store.module(layer)
+            self.module(layer)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -77,10 +73,9 @@ class LayerStore:
             module = self.module(layer)
             self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
 
-    def receive(self, received: ByRank) -> None:
+    def receive(self, received: Iterable[PartState]) -> None:
         """Parts have come for an order: keep them, too, until the next `keep_parts`."""
-        for store, mine in zip(self.by_rank, received, strict=True):
-            store._received = [*(one for one in store._received if one.state), *mine]
+        self._received = [*(one for one in self._received if one.state), *received]
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
@@ -91,10 +86,9 @@ class LayerStore:
         self._received, self._built = [], {}
 
     def kept(self) -> Kept | None:
-        """What is kept at each rank, where workers keep parts of layers' states; else `ranges` say it."""
-        return kept_by_all(store._kept() for store in self.by_rank) if self.holding.keeps_parts else None
-
-    def _kept(self) -> Kept:
+        """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
+        if not self.holding.keeps_parts:
+            return None
         return Kept((*((layer, *span) for layer, spans in self.holding.optimizer.kept.items() for span in spans),
                      *((one.layer, one.start, one.stop) for one in self._received if one.state)),
                     self.holding.optimizer.whole_after)
@@ -102,7 +96,7 @@ class LayerStore:
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
         """The layers that are held; where they are kept whole, with those that have come for an order."""
-        came = () if self.holding.keeps_parts else {one.layer for store in self.by_rank for one in store._received}
+        came = () if self.holding.keeps_parts else {one.layer for one in self._received}
         return joined_ranges((layer, layer + 1) for layer in (*self.holding.modules, *came))
 
     def keeps(self, part: PartName) -> bool:
@@ -126,34 +120,22 @@ class LayerStore:
         return next((one for one in self._received if one.layer == part.layer and one.state
                      and one.start <= part.start and part.stop <= one.stop), None)
 
-    def put(self, received: ByRank) -> None:
+    def put(self, received: Sequence[PartState]) -> None:
         """What was received of what is not kept here are the parameters from now on."""
-        for store, mine in zip(self.by_rank, received, strict=True):
-            for layer, module in store.holding.modules.items():
-                put(module, [one for one in mine if one.layer == layer], untrained_too=False)
+        for layer, module in self.holding.modules.items():
+            put(module, [one for one in received if one.layer == layer], untrained_too=False)
 
-    @property
-    def by_rank(self) -> Sequence["LayerStore"]:
-        """That of each rank that this process stands for."""
-        return [self]
-
-    def at(self, rank: int) -> "LayerStore":
-        """That of one of the worker's ranks; those that this process stands for follow each other."""
-        return self.by_rank[rank % len(self.by_rank)]
-
-    def whole_layers(self, layers: Iterable[int], received: ByRank) -> dict[int, dict[str, Tensor]]:
+    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState]) -> dict[int, dict[str, Tensor]]:
         """Whole layers to be saved, in host memory, with what was received of what is not kept here. All ranks of a
         worker must ask together; the first has them, the others nothing."""
         group, found, layers = worker_group(), dict[int, dict[str, Tensor]](), sorted(layers)
         device = next((one.device for one in self.holding.parameters().values()), HOST)
         with _copying(device):
-            by_rank = [{layer: store.with_parts(layer, parts) for layer in layers}
-                       for store, parts in zip(self.by_rank, received, strict=True)]
-        for layer in layers:
-            shards, states = shards_of(self.holding.modules[layer]), [one[layer] for one in by_rank]
-            state = states[0] if len(states) == 1 else joined_state(states, shards)
+            states = {layer: self.with_parts(layer, received) for layer in layers}
+        for layer, state in states.items():
             if group is not None:  # whose connections may carry nothing that is not on the device
-                state = whole_state({key: tensor.to(device) for key, tensor in state.items()}, shards, group)
+                shards, mine = shards_of(self.holding.modules[layer]), state
+                state = whole_state({key: tensor.to(device) for key, tensor in mine.items()}, shards, group)
             if first_rank():
                 found[layer] = {key: tensor.cpu() for key, tensor in state.items()}
         return found
@@ -165,7 +147,7 @@ class LayerStore:
 
     def elements(self, layer: int) -> Elements:
         """How many a layer has, at a rank, that is held, or will be."""
-        return elements_of(self.by_rank[0].module(layer))
+        return elements_of(self.module(layer))
 
     def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
         """Those that are held already, and new ones, which are on the device from now on."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.model.state.holding import keeps_parts
+from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.model.state.parts import cuts_of
 from slipstream.runtime.protocol.to_coordinator import Note
 from slipstream.runtime.protocol.to_worker import Finish, Train
@@ -11,7 +12,6 @@ from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.activity import WAITS
 from slipstream.runtime.worker.context import OrderContext, WorkerContext
 from slipstream.runtime.worker.layer_receiver import LayerFetch, senders_for
-from slipstream.runtime.worker.layer_store import ByRank
 
 
 def take_layers(part: OrderContext) -> None:
@@ -41,16 +41,16 @@ def take_layers(part: OrderContext) -> None:
     context.injector.at(order.first_iteration, "moved")
 
 
-def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0) -> ByRank:
+def move_layers(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0
+                ) -> list[PartState]:
     """Give what others lack, and get what is lacking here, while all wait; with what has been fetched under a number.
 
     Raises CommunicationError.
     """
-    senders = senders_for(context.worker, order.moves, order.addresses, context.ranks)
+    senders = senders_for(context.worker, order.moves, order.addresses, context.rank)
     context.layer_receiver.begin(LayerFetch(0, order.order, senders, follow=False))
     receivers = {move.target for move in order.moves if move.source == context.worker}
-    context.layer_sender.give(order.order, order.first_iteration - 1, len(receivers) * len(context.ranks),
-                              context.layer_store, require)
+    context.layer_sender.give(order.order, order.first_iteration - 1, len(receivers), context.layer_store, require)
     return context.layer_receiver.take(order.order, fetch, require)
 
 

@@ -73,7 +73,7 @@ def _join(spec: WorkerSpec, connect: Connect[ToWorker]) -> tuple[Channel[ToWorke
     """
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     while True:
-        channel = connect(JoinWorker(spec.worker, rank=spec.rank, stands_for=spec.stands_for), CONNECT_SECONDS)
+        channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
         try:
             return channel, channel.wait_for(Setup)
         except RendezvousError:

@@ -100,8 +100,8 @@ class MainThread:
         known = None
         while True:
             self._channel.send(Ready(self._worker, self._data_digest(),
-                                     (self._context.layer_sender.address,) * len(self._context.ranks),
-                                     holder(Path(self._spec.settings.out)), known, self._spec.stands_for))
+                                     (self._context.layer_sender.address,),
+                                     holder(Path(self._spec.settings.out)), known))
             try:
                 return self._follow()
             except CoordinatorGoneError as gone:
@@ -179,7 +179,7 @@ class MainThread:
             with contextlib.suppress(RendezvousError):
                 self._contents.clear()  # another coordinator does not know of them
                 store = self._channel.follow_another(
-                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank, self._spec.stands_for), Leave,
+                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
                 if isinstance(store, Leave):
                     return False
@@ -237,7 +237,7 @@ class MainThread:
                 self._keep_loss(message)
             case Fetch():
                 # Where this worker has no part in it, what was fetched in the same order ends.
-                senders = senders_for(self._worker, message.moves, message.addresses, self._context.ranks)
+                senders = senders_for(self._worker, message.moves, message.addresses, self._context.rank)
                 self._context.layer_receiver.begin(LayerFetch(message.number, message.order, senders, follow=True))
             case MeasureSpeed():
                 self._threads.measure_speed(self._context, message)

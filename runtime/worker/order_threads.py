@@ -14,6 +14,7 @@ from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.layers.shards import whole_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from slipstream.runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
 from slipstream.runtime.replay.membership import Membership
@@ -23,7 +24,6 @@ from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.generation import Generation
-from slipstream.runtime.worker.layer_store import ByRank
 from slipstream.runtime.worker.layers_of_order import move_layers
 from slipstream.runtime.worker.speed_test import measure_slice
 
@@ -175,7 +175,7 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> Session | None:
     return Session(alone, links=context.links, device=context.device, store=context.store).connect()
 
 
-def _write(context: WorkerContext, order: Finish, received: ByRank) -> None:
+def _write(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
     """`received` are parts of layers, where others have them."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
@@ -189,10 +189,9 @@ def _write(context: WorkerContext, order: Finish, received: ByRank) -> None:
     mine = [layer for layer, worker in order.writers if worker == context.worker]
     context.checkpointer.save_last(order, partial(store.whole_layers, mine, received))
     kept = store.kept()
-    first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
-        name: tensor_digest(name, parameter) for name, parameter in found.items()}
-        for found in holding.parameters_by_rank()]
-    context.channel.send(Finished(context.worker, order.order, first, tuple(others)))
+    digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
+        name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
+    context.channel.send(Finished(context.worker, order.order, digests))
 
 
 def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:

@@ -110,7 +110,7 @@ class Training:
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
         context = self._part.context
-        exchange = Exchange(schedule, self._session, context.forms, iterations, context.by_rank)
+        exchange = Exchange(schedule, self._session, context.forms, iterations)
         self._holds.add(exchange)
         return exchange
 
@@ -174,16 +174,14 @@ class Training:
 
     def _whole_states(self) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
-        store, me, received = self._part.context.layer_store, self._part.worker, list[list[PartState]]()
-        for rank, mine in zip(self._session.by_rank, store.by_rank, strict=True):
-            received.append([])
-            for layers, cut in store.holding.cuts.items():
-                for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
-                    writer = self._writers[layer]
-                    if me == writer != member:
-                        received[-1] += unpack_parts(rank.receive_bytes(layers, member))
-                    elif me == member != writer:
-                        rank.send_bytes(pack_parts(mine.holding.optimizer.own_states(layer)), layers, writer)
+        store, me, received = self._part.context.layer_store, self._part.worker, list[PartState]()
+        for layers, cut in store.holding.cuts.items():
+            for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
+                writer = self._writers[layer]
+                if me == writer != member:
+                    received += unpack_parts(self._session.receive_bytes(layers, member))
+                elif me == member != writer:
+                    self._session.send_bytes(pack_parts(store.holding.optimizer.own_states(layer)), layers, writer)
         return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:

@@ -36,12 +36,10 @@ def tiny(**training: object) -> RunConfig:
                             **training)
 
 
-def degradable(model: str, ranks: int, **training: object) -> RunConfig:
-    """One of `tests.runtime.exact_parallel`, whose workers, where they are of several ranks, can do with half of them.
-    """
+def parallel(model: str, ranks: int, **training: object) -> RunConfig:
+    """One of `tests.runtime.exact_parallel`, with workers of so many ranks."""
     return parse_run_config({"name": model, "blocks": 2, "width": 8, "context": 8}, {
-        "batch": 1, "dtype": "float64", "device": "cpu", "tensor_parallel": ranks, "degraded_ranks": ranks > 1,
-        **training})
+        "batch": 1, "dtype": "float64", "device": "cpu", "tensor_parallel": ranks, **training})
 
 
 def schedule_for(job: Job, failed: Sequence[str] = (), *, backward: BackwardMode = "split",
@@ -127,10 +125,10 @@ def losses_in(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def joined(out: Path) -> list[tuple[str, int]]:
-    """Who has come in, and for how many ranks each of its processes stands."""
+def joined(out: Path) -> list[str]:
+    """Who has come in."""
     events = map(json.loads, (out / EVENTS).read_text().splitlines())
-    return [("{}.{}".format(*one["worker"]), one["stands_for"]) for one in events if one["event"] == "joined"]
+    return ["{}.{}".format(*one["worker"]) for one in events if one["event"] == "joined"]
 
 
 def metrics_in(out: Path) -> list[Metrics]:

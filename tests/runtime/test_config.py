@@ -65,6 +65,7 @@ def test_an_integer_is_a_number() -> None:
      ["unknown key training.parameter_groups[0].weigth_decay", "mean training.parameter_groups[0].weight_decay?"]),
     ({}, {"parameter_groups": [{"weight_decay": 0}]}, ["parameter_groups[0]", "parameters"]),
     ({}, {"skip_nonfinite": "yes"}, ["training.skip_nonfinite is 'yes'", "true or false"]),
+    ({}, {"degraded_ranks": True}, ["no training.degraded_ranks any more", "is down until it is whole again"]),
     ({}, {"a key - at `$.seed`": 1}, ["unknown key training.a key"]),
 ])
 def test_refusals_name_key_value_and_expectation(model: dict[str, object], training: dict[str, object],

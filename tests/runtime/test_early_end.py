@@ -51,7 +51,7 @@ class Node0s:
 
 def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
     node_0 = Node0s(None, SETUP)
-    spec = SimpleNamespace(worker=Worker(0, 0), rank=0, stands_for=1,
+    spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
     channel, setup = main._join(spec, lambda hello, seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
                                                                      seconds))
@@ -72,7 +72,7 @@ def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeyp
     hello = to_coordinator.JoinWorker(Worker(0, 0))
     channel = connect(hello, SOON)
     link = CoordinatorLink(channel, channel.wait_for(type(SETUP)), connect)
-    spec = SimpleNamespace(worker=Worker(0, 0), rank=0, stands_for=1,
+    spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
                            settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
     with closing(link):
         assert setting_up._reach_store(spec, link).port == address.port

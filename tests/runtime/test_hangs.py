@@ -20,7 +20,7 @@ from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.pacing import slowly_until
-from tests.runtime.running import assert_same_numbers, degradable, joined, judge, tiny
+from tests.runtime.running import assert_same_numbers, joined, judge, parallel, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +96,8 @@ def test_a_worker_that_hangs_in_its_own_code_is_found(monkeypatch, tmp_path):
     assert_same_numbers(result, judge(config, WIDE.microbatches, 6))
 
 
-def test_a_rank_that_hangs_in_its_own_code_is_done_without(monkeypatch, tmp_path):
-    """The others of its worker wait for it: where it may, the worker goes on as half its processes."""
+def test_a_rank_that_hangs_in_its_own_code_takes_its_worker_with_it(monkeypatch, tmp_path):
+    """The others of its worker wait for it: it is given up as a whole, and comes back so."""
     monkeypatch.setenv(FILE, str(tmp_path / "hangs"))
     clock, job = From(tmp_path / "hangs"), grid(2, 1, 2)
     monkeypatch.setattr(stall_watch, "time", clock)
@@ -106,15 +106,15 @@ def test_a_rank_that_hangs_in_its_own_code_is_done_without(monkeypatch, tmp_path
         if isinstance(event, Failed):
             clock.stop()
 
-    config = degradable("tests.runtime.test_hangs:HangingRank", 2, iterations=30)
+    config = parallel("tests.runtime.test_hangs:HangingRank", 2, iterations=30)
     with own_fork_server(__name__) as fork_server:
         result = run(planned(job)(()), config, out=tmp_path, fork_server=fork_server,
                      options=RunOptions(observe=observe), progress=slowly_until(lambda: joined(tmp_path)),
                      resilience=Resilience(scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
-                                           stall_timeout_seconds=3.0))
+                                           stall_timeout_seconds=3.0, faults_per_hour=2))
     (recovery,) = [one for one in result.recoveries if one.dead]
     (worker,) = recovery.dead
     assert re.match(rf"worker {worker} hung for \d+ s in iteration \d, F\(micro", recovery.reasons[0])
-    assert joined(tmp_path) == [(str(worker), 2)]
-    assert_same_numbers(result, judge(degradable("tests.runtime.exact_parallel:Exact", 1, iterations=30),
+    assert joined(tmp_path) == [str(worker)]
+    assert_same_numbers(result, judge(parallel("tests.runtime.exact_parallel:Exact", 1, iterations=30),
                                       job.microbatches, 30))

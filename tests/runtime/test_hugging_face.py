@@ -20,6 +20,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import difference, identity
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
+from slipstream.runtime.model.layers import worker_group
 from slipstream.runtime.model.layers.compiling import COMPILED
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import model_for
@@ -126,15 +127,16 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
 
 @pytest.mark.slow
 def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server, tmp_path):
-    """Also a worker that has lost one of them, and goes on as half its processes."""
+    """Also where a worker has lost one of them, and comes back."""
     folder = pretrained("qwen2", num_key_value_heads=2)
-    result = run(schedule_for(JOB), configured(folder, tensor_parallel=2, degraded_ranks=True, iterations=40),
+    result = run(schedule_for(JOB), configured(folder, tensor_parallel=2, iterations=40),
                  out=tmp_path, fork_server=fork_server, progress=slowly_until(lambda: joined(tmp_path)),
                  resilience=Resilience(
                      scheduler=lambda down: schedule_for(JOB, list(map(str, down))),
-                     heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("1.1", 5, 3),)))
+                     heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("1.1", 5, 3),),
+                     returns=(Return(Worker(1, 1), 6),)))
     losses, alone = train_alone(folder, configured(folder), 40)
-    assert dead(result) == ["1.1"] and joined(tmp_path) == [("1.1", 2)]
+    assert dead(result) == ["1.1"] and joined(tmp_path) == ["1.1"]
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
     ours = loaded(tmp_path / HUGGING_FACE)
     for name, parameter in alone.named_parameters():
@@ -185,7 +187,7 @@ def test_what_cannot_be_cut_is_refused(kind, more, message, tmp_path):
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_products_that_are_cut_give_what_whole_ones_do(biases, tmp_path):
+def test_products_that_are_cut_give_what_whole_ones_do(biases, monkeypatch, tmp_path):
     """One rank has all: the sum over its ranks is what it gives, but for rounding where biases are added after it."""
     more = {"num_key_value_heads": 2, "attention_bias": biases, "mlp_bias": biases}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
@@ -197,7 +199,8 @@ def test_products_that_are_cut_give_what_whole_ones_do(biases, tmp_path):
 
     whole = decoder()
     torch.nn.init.normal_(whole.layer.self_attn.o_proj.bias) if biases else None
-    with standing_in(1, stands_for=2):
+    with monkeypatch.context() as alone:
+        alone.setattr(worker_group._PRESENT, "group", worker_group.WorkerGroup(0, 1))
         cut = decoder()
         cut.load_state_dict(whole.state_dict())
         assert set(cut.shards) == {name for name, _ in whole.named_parameters() if "norm" not in name
@@ -312,7 +315,7 @@ def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_
     value, found = torch.randn(2, 16, 16, dtype=torch.float64), []
     for recompute, again in (("none", 0), ("attention", 1), (["attention", "mlp"], 2)):
         config, called = configured(tmp_path / "config.json", recompute=recompute), []
-        with standing_in(ranks, stands_for=1):
+        with standing_in(ranks):
             model = model_for(config.model, 0, torch.float64, CPU)
             holding = build_holding(model, [1], config.training)
             for product in (module for module in holding.modules[1].layer.modules() if not list(module.children())):

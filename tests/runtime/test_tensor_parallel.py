@@ -2,12 +2,11 @@
 
 
 import pytest
-import torch
 
 from slipstream.runtime.config import ConfigError, parse_run_config
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, run
-from slipstream.runtime.model.checkpoints.checkpoint import latest, load
+from slipstream.runtime.model.checkpoints.checkpoint import latest
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_folder import CHECKPOINTS
@@ -15,8 +14,7 @@ from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
 from tests.runtime.model.state.test_steps import RARELY, SAME
-from tests.runtime.pacing import Pauses
-from tests.runtime.running import assert_same_numbers, joined, judge, schedule_for
+from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
@@ -72,56 +70,6 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
                    config=config(2, iterations=30, clip_norm=0.5),
                    returns=(Return(Worker(0, 0), 3), Return(Worker(0, 0), 4)))
     assert dead(result)[:2] == ["0.0", "0.0"] and set(returned(result)) <= {"0.0"}
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server, tmp_path):
-    """One of its ranks hangs. It takes layers from those that are whole; then all of a stage are so, and one comes back
-    whole from those."""
-    kills = [at("1.0", 1, 2, 3, "stop"), at("0.0", 0, 30, 0), at("0.0", 0, 58, "A")]
-    result = train(kills, fork_server, tmp_path, job=TWO, returns=(Return(Worker(0, 0), 59),),
-                   progress=until_joined(tmp_path, {2: 1, 30: 2, 58: 3}),
-                   config=config(2, iterations=86, clip_norm=0.5, degraded_ranks=True, evaluate_every=10,
-                                 validation_text=__file__))
-    assert dead(result) == ["1.0", "0.0", "0.0"], [one.reasons for one in result.recoveries]
-    assert returned(result) == ["1.0", "0.0", "0.0"]
-    assert joined(tmp_path) == [("1.0", 2), ("0.0", 2), ("0.0", 1)]
-
-
-@pytest.mark.slow
-def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
-    """Of optimizer states: what the dead rank kept comes from buddies. It writes checkpoints, and is lost itself."""
-    kills = [at("0.0", 1, 2, "O"), at("2.0", 0, 30, "stepped"), at("2.0", 0, 58, "A")]
-    sharded = config(2, iterations=86, clip_norm=1.5, degraded_ranks=True, shard_optimizer=True)
-    result = train(kills, fork_server, tmp_path, job=grid(3, 1, 2), config=sharded, returns=(Return(Worker(2, 0), 59),),
-                   progress=until_joined(tmp_path, {2: 1, 30: 2, 58: 3}), checkpoint_every=15,
-                   heartbeat_timeout_seconds=NEVER_SILENT)
-    assert dead(result) == ["0.0", "2.0", "2.0"] and all(one.went_back_to is None for one in result.recoveries)
-    assert joined(tmp_path) == [("0.0", 2), ("2.0", 2), ("2.0", 1)]
-    newest = latest(tmp_path / CHECKPOINTS)
-    saved = judge(sharded, (2, 2, 2), newest.iteration).parameters
-    for layer, state in load(newest, range(4)).items():
-        for key, tensor in state.items():
-            if key.startswith("model."):
-                torch.testing.assert_close(tensor, saved[key.replace("model", str(layer), 1)], rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path):
-    kills = [at("1.0", 3, 1, 1), at("1.0", 1, 29, "stepped")]
-    result = train(kills, fork_server, tmp_path, job=grid(2, 1, 2), progress=until_joined(tmp_path, {1: 1, 29: 2}),
-                   config=config(4, iterations=58, degraded_ranks=True), heartbeat_timeout_seconds=NEVER_SILENT)
-    assert dead(result) == returned(result) == ["1.0"] * 2, [one.reasons for one in result.recoveries]
-    assert joined(tmp_path) == [("1.0", 2), ("1.0", 2)]
-
-
-def until_joined(out, due):
-    """Makes iterations take longer while fewer than so many have come in, by the iteration before which one died."""
-    pauses = Pauses()
-
-    def progress(iteration, _):
-        pauses.wait(len(joined(out)) < max([0, *(count for died, count in due.items() if died <= iteration + 1)]))
-    return progress
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from slipstream.cli.fleet.settled import Slow
 AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
            "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
            "stage from peers while the others train on, and a switch follows; a slow worker is waited for, or left out "
-           "as if it were down, whichever is faster; a worker that lost some of its GPUs fails like any, and joins "
-           "again with half of them, twice as slow, while so many are left ([training] degraded_ranks)")
+           "as if it were down, whichever is faster; a worker that lost some of its GPUs is down")
 SETTLED = ("; layers move while it trains on, for as long as the busiest worker needs for what it receives, and a "
            "switch follows, where its pause is made up for before the next failure, on average; slow workers have "
            "fewer layers then, where that is fastest; the next failure is answered at once as if they had not moved")
@@ -55,13 +54,6 @@ class Slipstream(Rerouting):
         """When the settled plan runs, or will, and its samples per second at the speeds it was made for; 0: none."""
         self._settled_for: dict[int, float] = {}
         """Those of the machines that were slow then."""
-
-    @staticmethod
-    def alive_gpus(alive: int, whole: int) -> int:
-        """Half of them, where it has lost fewer."""
-        if alive == whole:
-            return whole
-        return whole // 2 if whole % 2 == 0 and 2 * alive >= whole else 0
 
     def rate(self, down: DownByStage) -> float:
         """By the planner's schedule, or on the pipelines that are whole, where that is faster."""

@@ -56,11 +56,9 @@ class WorkerGroup(distributed.ProcessGroup):
     between shards, replicas and partial sums.
     """
 
-    def __init__(self, rank: int, size: int, stands_for: int = 1) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._index, self._size = rank, size
-        self.stands_for = stands_for
-        """For how many ranks each of its processes stands, to other workers (`runtime.model.ranks.own_ranks`)."""
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._group_name = NAME
@@ -221,29 +219,26 @@ def first_rank() -> bool:
     return group is None or group.rank() == 0
 
 
-def enter_group(rank: int, size: int, stands_for: int = 1) -> WorkerGroup | None:
-    """This process is one of the ranks of a worker, for good; the group is torch.distributed's default one, too.
-
-    Where a worker has lost some, each of those left may stand for several.
-    """
-    if size * stands_for == 1:
+def enter_group(rank: int, size: int) -> WorkerGroup | None:
+    """This process is one of the ranks of a worker, for good; the group is torch.distributed's default one, too."""
+    if size == 1:
         return None
-    group = WorkerGroup(rank, size, stands_for)
+    group = WorkerGroup(rank, size)
     _OWN.append(group)
     _make_default(rank, size)
     return group
 
 
 @contextlib.contextmanager
-def standing_in(size: int, rank: int = 0, stands_for: int = 1) -> Iterator[None]:
+def standing_in(size: int, rank: int = 0) -> Iterator[None]:
     """In here, this thread stands for one of so many ranks, to find out what that would hold and pass.
 
     A process group that the program has by itself is not torch.distributed's default one meanwhile.
     """
-    if size * stands_for == 1:
+    if size == 1:
         yield
         return
-    before, _PRESENT.group = _PRESENT.group, WorkerGroup(rank, size, stands_for)
+    before, _PRESENT.group = _PRESENT.group, WorkerGroup(rank, size)
     try:
         if distributed.is_initialized() and distributed.get_backend() == NAME:
             yield

@@ -5,7 +5,6 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +42,6 @@ class Holding:
 
     `keep` says which parts of their state it keeps; before that, and where a process trains alone, it keeps all.
     """
-
-    separate: ClassVar[bool] = False
-    """Whether optimizers of parts step tensors of their own, as parameters are not always here."""
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -117,37 +113,23 @@ class Holding:
         """What steps what a worker keeps by the cuts."""
         kept, own = self._parts_by(worker, Cut.kept), self._parts_by(worker, Cut.own)
         return PartOptimizer(self.modules, self._config, kept, own, self._sharing,
-                             self._sums.by_layer(lambda layer: elements_of(self.modules[layer]).cut),
-                             separate=self.separate)
+                             self._sums.by_layer(lambda layer: elements_of(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[Cut, Worker], tuple[Span, ...]]) -> Parts:
         """The parts that a worker keeps by the cuts, or its own."""
         return parts_of(worker, self.cuts, lambda layer: elements_of(self.modules[layer]), which)
 
-    @property
-    def by_rank(self) -> Sequence["Holding"]:
-        """For each rank that this process stands for, what is reduced, stepped and gathered as that rank."""
-        return [self]
-
-    @property
-    def part_optimizers(self) -> Sequence[PartOptimizer]:
-        """Of each of them."""
-        return [one.optimizer for one in self.by_rank]
-
     def step(self, iteration: int, factor: float = 1.0) -> None:
         """Step what is kept; see `PartOptimizer.step`."""
-        for one in self.part_optimizers:
-            one.step(iteration, factor)
+        self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
         """Put what is kept back to before the open step."""
-        for one in self.part_optimizers:
-            one.undo()
+        self.optimizer.undo()
 
     def go_back(self, committed: int) -> None:
         """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
-        for one in self.part_optimizers:
-            one.go_back(committed)
+        self.optimizer.go_back(committed)
 
     def sharded_cut(self, layers: LayerRange) -> Cut | None:
         """How the elements of a range are cut, where its optimizer's state is sharded."""
@@ -161,13 +143,11 @@ class Holding:
     def arrived(self) -> None:
         """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
         worker keeps of others' states is stepped."""
-        for one in self.part_optimizers:
-            one.begin_copies()
+        self.optimizer.begin_copies()
 
     def gathered(self, iteration: int) -> None:
         """All elements of the parameters are as they should be after an iteration."""
-        for one in self.part_optimizers:
-            one.gathered(iteration)
+        self.optimizer.gathered(iteration)
 
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding."""
@@ -203,22 +183,20 @@ class Holding:
             return self._gradients[layers]
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
-    def summed(self, what: LayerRange | str) -> list[list[Tensor]]:
-        """The gradients of a range, or of a parameter that layers share, by its first name. They are to be summed in
-        place: for each rank that this process stands for, its tensors."""
-        return [self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]]
+    def summed(self, what: LayerRange | str) -> list[Tensor]:
+        """The gradients of a range, or of a parameter that layers share, by its first name, to be summed in place."""
+        return self.shared_gradients[what] if isinstance(what, str) else self._gradients[what]
 
     def layer_squares(self) -> dict[int, float]:
         """The sums of squares of the gradients of each layer's own parts: `PartOptimizer.squares`."""
-        first, *others = [one.squares() for one in self.part_optimizers]
-        return {layer: sum((one[layer] for one in others), found) for layer, found in first.items()}
+        return self.optimizer.squares()
 
     def squares(self) -> float:
         """Their sum, for people to look at; `layer_squares` gives the same bits wherever a layer is."""
         # The ranks of a group have some parameters alike; and others have parts.
         if worker_group() is not None or any(one.sharded for one in self.cuts.values()):
             return math.fsum(self.layer_squares().values())
-        layers = {layer for one in self.part_optimizers for layer, own in one.own.items() if own}
+        layers = {layer for layer, own in self.optimizer.own.items() if own}
         found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
@@ -226,7 +204,7 @@ class Holding:
 
     def _build(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing)
 
     def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
         """The parameters that are reduced with a range: those that are not cut, or the others."""
@@ -242,10 +220,6 @@ class Holding:
         """All parameters by "layer.name"; what layers share by its first name."""
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
-
-    def parameters_by_rank(self) -> Sequence[Mapping[str, Tensor]]:
-        """`parameters`, as each of the ranks has them that this process stands for."""
-        return [self.parameters()]
 
 
 def built(model: LayeredModel, layer: int, *, filled: bool = True) -> nn.Module:
@@ -279,9 +253,9 @@ def build_layer(model: LayeredModel, layer: int, config: TrainingConfig, *, fill
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
-                  kind: type[Holding] = Holding) -> Holding:
+                  ) -> Holding:
     """Layers as they are before the first iteration."""
-    return kind({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
+    return Holding({layer: build_layer(model, layer, config) for layer in layers}, config, sharing_of(model))
 
 
 def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:

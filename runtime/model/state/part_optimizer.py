@@ -64,18 +64,13 @@ class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`, and some are copies, with
     `sums` of gradients that come from their owners.
 
-    Other elements of the parameters come from other workers after each step: then `gathered` is to be called. With
-    `separate`, tensors of their own are stepped: parameters need not be there in between
-    (`runtime.model.ranks.rank_parts`).
+    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS, *, separate: bool = False) -> None:
+                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS) -> None:
         self.kept, self.own, self._copied = kept, own, sums.keys()
         self._masters = config.master_weights
-        self._separate = separate or self._masters
-        self.writes = True
-        """Whether parameters are there, to be written after each step."""
         self._first_rank = first_rank()
         self._modules = modules
         self._sharing = sharing
@@ -137,8 +132,10 @@ class PartOptimizer(UndoableSteps):
         """See `UndoableSteps.go_back`: copies are then as their owners' parts."""
         super().go_back(committed)
         self._late.catch_up()
-        if self.whole_after != committed and self.writes:
-            self.write_copies()
+        if self.whole_after != committed:
+            with torch.no_grad():
+                for piece in self._copies:
+                    piece.of_parameter().copy_(piece.stepped)
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
         """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
@@ -206,7 +203,7 @@ class PartOptimizer(UndoableSteps):
 
     def state_bytes(self) -> int:
         """Memory of the optimizer's state, of what is stepped apart from parameters, and of copies of others' parts."""
-        apart = self._stepped() if self._separate else ()
+        apart = self._stepped() if self._masters else ()
         return sum(tensor.nbytes for tensor in apart) + self._remembered_bytes() + self._late.bytes()
 
     def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
@@ -218,8 +215,7 @@ class PartOptimizer(UndoableSteps):
             late = [slice_of(one, part, both) for one in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
-                apart = bool(late) or self._separate
-                stepped = nn.Parameter(view.float() if self._masters else view.clone() if apart else view)
+                stepped = nn.Parameter(view.float() if self._masters else view.clone() if late else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, late)
@@ -252,20 +248,9 @@ class PartOptimizer(UndoableSteps):
         """Step copies of others' parts from now on, as far as their steps stand, beside what is computed."""
         self._late.begin()
 
-    def write(self) -> None:
-        """What is kept are the parameters, from now on after each step, too."""
-        self.writes = True
-        self._round(self._pieces)
-
-    def write_copies(self) -> None:
-        """So are copies of others' parts, where all steps have been made."""
-        with torch.no_grad():
-            for piece in self._copies:
-                piece.of_parameter().copy_(piece.stepped)
-
     def _round(self, pieces: Iterable[_Piece]) -> None:
         """Where copies are stepped, they become the parameters: master weights in fewer bits."""
-        if self._separate and self.writes:
+        if self._masters:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)

@@ -219,7 +219,7 @@ class RankedWorld(World):
     connections break now and then."""
 
     def started(self, rejoining):
-        self.reports = RankReports(lambda _: RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
+        self.reports = RankReports(RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
         if not self.restarts:
             self.workers = {worker: self.fresh(worker) for worker in WORKERS}
         return super().started(rejoining)

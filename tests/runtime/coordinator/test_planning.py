@@ -102,21 +102,8 @@ def test_for_speeds_nothing_moves_that_workers_hold():
     service = ScheduleService(FIRST.grid, Finders(schedule_for, rebalancer.at_once, rebalancer), lambda _: None)
 
     def planner(present):
-        return service._planner_at_speeds(SpeedQuestion(1, present, (), (), ()))
+        return service._planner_at_speeds(SpeedQuestion(1, present, (), ()))
 
     assert planner(FIRST) == rebalancer.at_once and planner(moved) != rebalancer.at_once
 
 
-def test_while_workers_go_on_as_half_their_processes_others_are_asked():
-    asked = []
-
-    def with_degraded(workers):
-        asked.append(workers)
-        return Finders(lambda down: schedule_for(JOB, list(map(str, down))))
-
-    async def script():
-        one, degraded = Asked(lambda _: FIRST, with_degraded=with_degraded), (Worker(0, 1),)
-        assert await one.answer(JOIN) is FIRST and not asked
-        assert await one.answer(JOIN._replace(degraded=degraded)) is not FIRST and asked == [degraded]
-
-    asyncio.run(script())

@@ -44,7 +44,7 @@ def ran(iteration, window, squares, loss=1.0):
 
 def test_a_worker_of_one_process_speaks_for_itself():
     said = ran(3, 0.5, 1.0)
-    assert RankReports(lambda _: 1, lambda *_: None).take(WORKER, 0, said) is said
+    assert RankReports(1, lambda *_: None).take(WORKER, 0, said) is said
 
 
 def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):

@@ -45,11 +45,11 @@ class Run:
     def look(self):
         """Who may come in again, once what is planned for the speeds of now is known."""
         before = self.slow.left_out.keys()
-        self.slow = self.slow.look(self.schedule, self.iteration, (), self.to)
+        self.slow = self.slow.look(self.schedule, self.iteration, self.to)
         question = self.to.effects.pop()
         assert isinstance(question, SpeedQuestion)
         self.slow = self.slow.planned(SpeedsPlanned(question, answer_to(question, self.plan)), self.iteration, self.to)
-        self.slow = self.slow.look(self.schedule, self.iteration, (), self.to)
+        self.slow = self.slow.look(self.schedule, self.iteration, self.to)
         return before - self.slow.left_out.keys()
 
 

@@ -39,10 +39,6 @@ class Alone:
     def __init__(self, worker: Worker) -> None:
         self.worker, self._sent = worker, weakref.WeakSet()
 
-    @property
-    def by_rank(self):
-        return [self]
-
     def held(self):
         return len(self._sent)
 

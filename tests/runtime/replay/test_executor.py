@@ -167,7 +167,7 @@ class TestReductionsBesideCompute:
 def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to an order: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
-    one = SimpleNamespace(worker=Worker(0, 0), by_rank=(), one_process=True)
+    one = SimpleNamespace(worker=Worker(0, 0), one_process=True)
     slices = SimpleNamespace(runners={0: None}, holding=None)
     executor = Executor(schedule, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
@@ -186,10 +186,6 @@ class Wire:
         self.ordered = ordered
         self.worker = worker
         self._log = log
-
-    @property
-    def by_rank(self) -> "list[Wire]":
-        return [self]
 
     def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
         self._log.append((self.worker, "to", target, tag))

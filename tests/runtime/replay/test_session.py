@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.runtime.replay import rank_session, sum_tree
+from slipstream.runtime.replay import session, sum_tree
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.tools import conformance
@@ -46,7 +46,7 @@ def test_a_session_that_breaks_a_promise_does_not_conform(monkeypatch, name):
 def test_small_gradients_are_summed_together_and_large_ones_alone(team, monkeypatch):
     """Whatever their shapes and dtypes, also one that is a view; in as many sums as there are buckets."""
     sessions = team.connected()
-    monkeypatch.setattr(rank_session, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(session, "BUCKET_BYTES", 64)
     summed = []
     for one in sessions[1:]:
         allreduce = one.sharers_of(LAYERS[1]).allreduce

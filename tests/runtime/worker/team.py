@@ -113,13 +113,12 @@ class Team:
             member.sender.give(order, committed, 1, member.store, lambda: None)
 
     def take(self, order: int, fetch: int = 1):
-        (found,) = self.receiver.take(order, fetch, lambda: None)
-        return found
+        return self.receiver.take(order, fetch, lambda: None)
 
 
 def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
     return LayerReceiver(
-        lambda _, layer: build(training, [layer], seed=1).modules[layer],
+        lambda layer: build(training, [layer], seed=1).modules[layer],
         partial(SteppedPart, config=training, device=CPU), CPU, SECRET, Told(told))
 
 

@@ -23,8 +23,8 @@ def gone():
 
 def part_of(store, order, wait_for_all=lambda: None, fetched=()):
     context = SimpleNamespace(
-        layer_store=store, ranks=range(1), layer_sender=SimpleNamespace(give=lambda *_: None), worker=ONE,
-        layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: [fetched]), config=tiny(),
+        layer_store=store, rank=0, layer_sender=SimpleNamespace(give=lambda *_: None), worker=ONE,
+        layer_receiver=SimpleNamespace(begin=lambda _: None, take=lambda *_: [*fetched]), config=tiny(),
         injector=SimpleNamespace(at=lambda *_: None), setup=SimpleNamespace(first_iteration=0, failure_domains=()),
         placement=SimpleNamespace(reduced=lambda *_: {(1, 3): [ONE]}), reporter=SimpleNamespace(gathered=False))
     return SimpleNamespace(order=order, context=context, worker=ONE, schedule=None,

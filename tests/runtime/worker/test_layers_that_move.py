@@ -52,7 +52,7 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     parts, member = team.take(3, fetch=0), team.members[LEFT]
     assert {part.layer for part in parts} == {0, 1, 2} and team.told.empty()
     store = empty_store(member.training, seed=1)
-    store.receive([parts])
+    store.receive(parts)
     assert store.ranges == (LAYERS,) and not store.holding.modules
     fetched = hold(store, committed).holding
     for iteration in range(committed + 1, committed + 3):

@@ -89,7 +89,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     keeper.run(4)
     assert told.get(timeout=SOON) == "up to date 1"
     keeper.go_back(committed, order=2)
-    (parts,) = getting.take(2, 1, lambda: None)
+    parts = getting.take(2, 1, lambda: None)
     found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
@@ -107,13 +107,13 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     keeper.run(0)
     keeper.go_back(0, 1)
     (own, ward), store = keeper.parts, empty_store(training)
-    store.receive([[keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)]])
+    store.receive([keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)])
     assert store.kept().parts == ((LAYER, *own),)
     half = PartName(LAYER, own[0] + 1, own[1] - 1, True)
     assert store.keeps(half) and not store.keeps(PartName(LAYER, *ward, True))
     ours, theirs = store.part_state(half), keeper.store.part_state(half)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    store.receive([keeper.optimizer.kept_states()])
+    store.receive(keeper.optimizer.kept_states())
     store.keep_parts({(LAYER, LAYER + 1): keeper.store.holding.cuts[LAYER, LAYER + 1]}, MEMBERS[0], 0)
     assert store.kept() == Kept(keeper.store.kept().parts, 0)
 
