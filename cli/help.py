@@ -1,4 +1,6 @@
-"""The help of a command: its options in groups, a line or two each, readable at 80 columns.
+"""What all commands have in common: their help, and that they write over nothing that they read.
+
+The help has options in groups, a line or two each, readable at 80 columns.
 
 A group is the `rich_help_panel` of an option. The kind of a value is told by its name in capitals (SEC, FILE, N), and
 its range by the line that refuses a wrong one.
@@ -9,6 +11,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from slipstream.cli.shared.overwriting import require_no_overwriting
+
 OTHERS = "Options"
 """The group of options without one."""
 LEFT = 24
@@ -16,13 +20,18 @@ LEFT = 24
 
 
 class Command(TyperCommand):
-    """A command with such a help. Contexts and formatters are `Any`: see `cli.app`."""
+    """A command of the program. Contexts and formatters are `Any`: see `cli.app`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Usage, what the command does, then its options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         write_options(self.get_params(ctx), formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, unless it would write over one of its own inputs."""
+        require_no_overwriting(self.get_params(ctx), ctx.params)
+        return super().invoke(ctx)
 
 
 def write_options(params: list[Any], formatter: Any) -> None:

@@ -30,10 +30,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     A link is followed, and a pipe or a device is written to: neither is replaced by a file.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # of which the real name may be no path: "pipe:[1234]" of /dev/stdout
         path.write_bytes(data)
         return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

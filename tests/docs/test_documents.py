@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app, load
@@ -59,6 +60,18 @@ def test_links_lead_to_files(path):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists() or target.startswith("generated/"), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_are_rendered_with_their_pictures(path):
+    """As GitHub renders them: nothing of a link or a picture is left as text, and each picture is there."""
+    tokens = [one for token in MarkdownIt("commonmark").enable("table").parse(path.read_text())
+              for one in token.children or ()]
+    for token in tokens:
+        assert token.type != "text" or not re.search(r"!\[|\]\(", token.content), token.content
+        if token.type == "image" and "://" not in str(token.attrs["src"]):
+            assert (path.parent / str(token.attrs["src"])).is_file() or "generated/" in str(token.attrs["src"])
+    assert path.name != "README.md" or path.parent != ROOT or "image" in {token.type for token in tokens}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

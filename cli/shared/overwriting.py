@@ -1,0 +1,82 @@
+"""No command writes over what it reads, nor over a file of a table or of a run."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.cli.shared.console import refuse
+
+OUTPUT_FILES = ("--out", "--html", "--perfetto", "--svg")
+"""Options that name a file to write."""
+OUTPUT_FOLDERS = ("--out", "--tensorboard")
+"""Options that name a folder to write to: what it has already is that command's affair."""
+FOLDER = "DIR"
+"""What the help says that such an option takes."""
+TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})
+RUN_FILES = frozenset({"schedule.json", ".running.json", "losses.jsonl", "metrics.jsonl", "events.jsonl", "schedules",
+                       "trace.json", "parameters", "hugging-face", "checkpoints", "logs"})
+CHECKPOINT = "manifest.json"
+
+
+def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> None:
+    """Refuse an output of a command that is one of its inputs, another output, or a file of a table, run or checkpoint.
+
+    `params`: the command's parameters, as click has them; `values`: what they were given, by name. Files are compared
+    as the file system does, whatever they are called; pipes and devices may be both.
+    """
+    given = [(param, value) for param in params for value in _texts(values.get(param.name))]
+    outputs = [(param, Path(value)) for param, value in given if is_output_file(param)]
+    inputs = [Path(value) for param, value in given if not is_output_file(param)]
+    for index, (param, path) in enumerate(outputs):
+        name = param.opts[0]
+        for other, written in outputs[:index]:
+            if _is_same(path, written, new=True):
+                refuse(f"{name} {path}: is the file of {other.opts[0]}, too; give each a file of its own")
+        if any(_is_same(path, read) for read in inputs):
+            refuse(f"{name} {path}: is read by this command; give another file to write")
+        if (owner := _owner(path)) is not None:
+            refuse(f"{name} {path}: is a file of {owner}; give another file to write")
+
+
+def is_output_file(param: Any) -> bool:
+    """Whether a parameter names a file that the command writes."""
+    return param.opts[0] in OUTPUT_FILES and param.metavar != FOLDER
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts and paths in the value of a parameter, which may be a list or a tuple."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_same(one: Path, other: Path, *, new: bool = False) -> bool:
+    """Whether both names are of one regular file; with `new`, also of one that is not there yet."""
+    try:
+        if new and not one.exists() and not other.exists():
+            return one.resolve() == other.resolve()
+        return one.is_file() and other.is_file() and one.samefile(other)
+    except (OSError, ValueError):  # opening it gives the reason
+        return False
+
+
+def _owner(path: Path) -> str | None:
+    """The table, run or checkpoint that a file is part of, in words."""
+    try:
+        target = path.resolve()
+        if not target.is_file():
+            return None
+        for folder in (target.parent, *target.parent.parents[:2]):
+            first = target.relative_to(folder).parts[0]
+            if first in TABLE_FILES and (folder / "index.json").is_file() and (
+                    (folder / "entries").is_dir() or (folder / "parts").is_dir()):
+                return f"the table {folder}"
+            if first in RUN_FILES and ((folder / "events.jsonl").is_file() or (folder / "losses.jsonl").is_file()):
+                return f"the run {folder}"
+        if (target.parent / CHECKPOINT).is_file() and target.name.startswith(("layer-", CHECKPOINT)):
+            return f"the checkpoint {target.parent}"
+    except (OSError, ValueError):
+        pass
+    return None
