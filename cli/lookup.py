@@ -1,6 +1,7 @@
 """`slipstream lookup`: looks up the schedule of a table for the workers that are down."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from slipstream.cli.shared.planning import compile_planner
 from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import layers_received
@@ -35,8 +37,13 @@ PLAN_SECONDS = 10.0
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
+Normalise = Annotated[bool, typer.Option("--normalise", help=(
+    "Let live workers take over roles of other stages, whose layers they load first, where that shortens the "
+    "period."))]
 Settled = Annotated[bool, typer.Option("--settled", help=(
     "The answer to come to, for which layers move, instead of the one that runs at once."))]
+AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
+"""The three answers of a table."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -46,20 +53,31 @@ class _Answer(msgspec.Struct, frozen=True):
     schedule: Schedule
     seconds: float
 
+    @property
+    def kind(self) -> str:
+        """Which of the three it is."""
+        if self.schedule.moves:
+            return ROLES_MOVED
+        return SETTLED if layers_received(self.schedule) else AT_ONCE
 
-def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, settled: Settled = False,
-           out_file: OutFile = None, json: Json = False) -> None:
+
+def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, normalise: Normalise = False,
+           settled: Settled = False, out_file: OutFile = None, json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
-    Failures that the table does not cover are planned on the spot, by the list schedulers.
+    The answer at once leaves all layers in place. Failures that the table does not cover are planned on the spot, by
+    the list schedulers.
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)
+    if normalise and settled:
+        refuse("--normalise moves whole roles, --settled any layers: take one")
     table = table_or_refuse(folder)
     try:
         if failed_node:
             down = failed_workers(_job(table), failed, failed_node)
-        answer = _look_up(table, down, settled=settled) or _plan(table, down, settled=settled)
+        answer = _look_up(table, down, normalise=normalise, settled=settled) or \
+            _plan(table, down, normalise=normalise, settled=settled)
     except TableError as error:
         refuse(error)
     except ValueError as error:
@@ -77,33 +95,37 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
         err.print(f"written to {out_file}", soft_wrap=True)
 
 
-def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer | None:
-    nodes = _job(table).nodes
-    found = table.lookup(down, settled=settled, nodes=nodes)  # the first use of an entry checks it: the second is timed
+def _look_up(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
+    look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_job(table).nodes)
+    found = look_up()  # the first use of an entry checks it: the second is timed
     if found is None:
         return None
     began = time.perf_counter()
-    found = table.lookup(down, settled=settled, nodes=nodes)
+    found = look_up()
     seconds = time.perf_counter() - began
     assert found is not None
     return _Answer(found.key, found.schedule, seconds)
 
 
-def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
+def _plan(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
     most = table.index.max_failures
     covered = f"up to {most} failure{'s' * (most != 1)}" + (" and their patterns" if table.index.exact else "")
     covered += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
     covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
-    err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
-              soft_wrap=True)
+    if not (normalise or settled) and table.lookup(down, roles_move=True) is not None:
+        err.print(f"{names} down: in the table only with roles moved (--normalise); planning on the spot with layers "
+                  "in place", style="yellow", soft_wrap=True)
+    else:
+        err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
+                  soft_wrap=True)
     began = time.monotonic()
     basis = table.basis
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         compile_planner()
-        made = plan_only(options, _job(table), down)
+        made = normalised(_job(table), down, options) if normalise else plan_only(options, _job(table), down)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
@@ -124,6 +146,7 @@ def _report(answer: _Answer) -> dict[str, object]:
     return {
         "period": schedule.seconds(schedule.period_ticks),
         "key": answer.key,
+        "answer": answer.kind,
         "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         "lookup_seconds": round(answer.seconds, 6),
         "gap": schedule.gap,
@@ -134,7 +157,7 @@ def _report(answer: _Answer) -> dict[str, object]:
 
 def _print(answer: _Answer, table: Table) -> None:
     schedule = answer.schedule
-    how = f"entry {answer.key}" if answer.key is not None else "planned on the spot"
+    how = f"{answer.kind}, " + (f"entry {answer.key}" if answer.key is not None else "planned on the spot")
     whole = next((row.period for row in table.rows() if row.failures == 0), None)
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""

@@ -52,8 +52,9 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
           json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
-    One runs at once: failures are spread over stages by role moves, and layers stay where they are. The other is the
-    settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
+    In one, roles move: live workers take over those of the dead where that costs least, and load their layers. The
+    other is the settled answer, with any layers moved. Each one failure also has an answer that runs at once, with
+    layers in place, which `train` goes on with.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
@@ -99,4 +100,4 @@ def _print(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
     out.print(text, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
-              f"gap {built.worst_gap:.2%}; {built.bytes:,} bytes in {folder}", soft_wrap=True)
+              f"gap {built.worst_gap:.2%} ({built.worst_key}); {built.bytes:,} bytes in {folder}", soft_wrap=True)

@@ -18,6 +18,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
+from slipstream.planner.report import transition
 from slipstream.schedules.check import check
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.memory import memory_peaks, room
@@ -55,9 +56,20 @@ class FailurePlanner:
         load()
 
     def after(self, down: tuple[Worker, ...]) -> Schedule:
-        """With these workers down, layers in place: from the table, or planned by the list schedulers."""
+        """With these workers down, the schedule to go on with: from the table, or planned by the list schedulers.
+
+        Layers stay in place, unless the table has a schedule with roles moved that is so much faster that the pause for
+        loading layers is made up for within `FailureParams.pause_pays_seconds`, or none is possible in place.
+        """
         with _no_plan():
-            return self._looked_up(down) or self._planned(self._job, down, self._params.at_once_seconds)
+            moved = self._looked_up(down, roles_move=True)
+            try:
+                in_place = self._looked_up(down) or self._planned(self._job, down, self._params.at_once_seconds)
+            except NoPlanError:
+                if moved is None:
+                    raise
+                return moved
+            return moved if moved is not None and self._is_worth_its_pause(moved, in_place) else in_place
 
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """The same where the others have these speeds.
@@ -92,11 +104,24 @@ class FailurePlanner:
     def _job_at(self, speeds: Speeds) -> Job:
         return job_at(self._job, speeds) if speeds else self._job
 
-    def _looked_up(self, down: tuple[Worker, ...]) -> Schedule | None:
+    def _is_worth_its_pause(self, moved: Schedule, in_place: Schedule) -> bool:
+        """Whether loading the layers of a schedule takes less time than its shorter period saves in a while.
+
+        The pause is unknown where the job does not say what layers weigh: then it is not worth it.
+        """
+        loading = transition(moved, self._job)
+        if not loading.layers:
+            return period_seconds(moved) < period_seconds(in_place)
+        if loading.seconds is None:
+            return False
+        saved = self._params.pause_pays_seconds * (1 - period_seconds(moved) / period_seconds(in_place))
+        return saved > loading.seconds + self._params.joining_seconds
+
+    def _looked_up(self, down: tuple[Worker, ...], *, roles_move: bool = False) -> Schedule | None:
         # Where a stage is lost, as with a machine, one of another stage that has taken over there before holds its
         # layers, or a checkpoint does.
         lost = dead_column(down, self._first.grid) is not None
-        return self._fitting(down, held_elsewhere=lost)
+        return self._fitting(down, held_elsewhere=lost, roles_move=roles_move)
 
     def _settled_in_table(self, down: tuple[Worker, ...], held: Held) -> Schedule | None:
         """The table's, where the layers are still where it takes them to be."""
@@ -105,11 +130,12 @@ class FailurePlanner:
         with _no_plan():
             return self._fitting(down, settled=True)
 
-    def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False,
+    def _fitting(self, down: tuple[Worker, ...], *, held_elsewhere: bool = False, roles_move: bool = False,
                  settled: bool = False) -> Schedule | None:
         """The table's schedule, if it has one for this job, for which all have room, and which keeps all rules."""
         found = None if self._table is None else self._table.lookup(
-            down, held_elsewhere=held_elsewhere, settled=settled, nodes=self._job.nodes, checked=False)
+            down, held_elsewhere=held_elsewhere, roles_move=roles_move, settled=settled, nodes=self._job.nodes,
+            checked=False)
         fits = found is not None and found.schedule.grid == self._first.grid and has_room(self._job, found.schedule) \
             and not check(found.schedule)
         return found.schedule if found is not None and fits else None
@@ -132,6 +158,11 @@ class FailurePlanner:
         if planned.interrupted:  # it was the run that should end, not the search alone
             raise KeyboardInterrupt
         return planned.schedule
+
+
+def period_seconds(schedule: Schedule) -> float:
+    """The period of a schedule."""
+    return schedule.seconds(schedule.period_ticks)
 
 
 def _most_ops(job: Job, down: tuple[Worker, ...]) -> int:

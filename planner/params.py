@@ -370,6 +370,10 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of one in which workers take over other roles: several are planned."""
     settled_seconds: Factor = 10.0
     """Of one to come to, which is planned while all train."""
+    pause_pays_seconds: Factor = 3600.0
+    """Within this time a schedule with roles moved must make up for the pause in which their layers are loaded;"""
+    joining_seconds: Factor = 1.0
+    """which lasts so much longer than loading them alone."""
     large: Count = 30_000
     """Ops of a large plan, in which no micro-batch is cut: that takes longer to find than it brings;"""
     largest: Count = 500_000

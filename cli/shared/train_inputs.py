@@ -59,14 +59,14 @@ def read_table(path: Path, job: Job) -> Table:
 
 def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
             nodes: Nodes = ()) -> Schedule | None:
-    """The table's schedule for these failures, None where it has none; `settled`: with layers moved.
+    """The table's schedule to begin with, None where it has none; `settled`: with layers moved.
 
-    Exits 2 for workers outside its grid.
+    Roles may have moved: before a run has begun, nobody holds a layer yet. Exits 2 for workers outside its grid.
     """
     if table is None:
         return None
     try:
-        found = table.lookup(down, settled=settled, nodes=nodes)
+        found = table.lookup(down, settled=settled, roles_move=True, nodes=nodes)
     except ValueError as error:  # also TableError
         refuse(error)
     return None if found is None else found.schedule

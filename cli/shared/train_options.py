@@ -80,7 +80,8 @@ Grace = Annotated[float, typer.Option("--grace", rich_help_panel=WAITING, metava
     "ends at once."))]
 LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=FAILURES,
                                          metavar="fixed|move", autocompletion=completing(*LAYERS), help=(
-    "fixed: after a failure, layers stay with the workers that hold them; move: while training goes on, they move "
+    "fixed: after a failure, layers stay with the workers that hold them, unless a table's answer with roles moved "
+    "soon makes up for its pause; move: while training goes on, they move "
     "to where they make the work of those that live even, when that is expected to pay."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES, metavar="SEC", min=1.0, max=1e9, help=(
     "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an hour "

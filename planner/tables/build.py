@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 from pathlib import Path
 
 import msgspec
@@ -107,6 +107,8 @@ def with_a_worker_standing_by(schedule: Schedule) -> Schedule | None:
 
 
 MAX_ENTRIES = 20_000
+MAX_SINGLE = 64
+"""Patterns of one failure up to which each is planned in place without being asked for, one for each stage."""
 
 
 class EntryTask(msgspec.Struct, frozen=True):
@@ -140,6 +142,11 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
     def worst_gap(self) -> float:
         """The largest gap of any entry."""
         return max((row.gap for row in self.index.entries if row.gap is not None), default=0.0)
+
+    @property
+    def worst_key(self) -> str:
+        """The key of the entry with the largest gap."""
+        return max(self.index.entries, key=lambda row: row.gap or 0.0).key
 
     def report(self) -> dict[str, object]:
         """The answer of `slipstream table --json`."""
@@ -200,7 +207,8 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
     """All entries of a table in its order: counts, those with each slow worker among the failures, patterns by number
-    of failures, those of nodes that are no such pattern, and then the settled ones of all.
+    of failures, those of nodes that are no such pattern, and then the settled ones of all but the patterns of one
+    failure that were not asked for.
 
     By node, there is also one for each number of workers that one or two nodes have: in that, roles have moved to where
     their loss costs least. Raises TableError for more failures than workers, too many patterns or slow workers, or a
@@ -219,10 +227,12 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
              if failures or slow is None for task in [EntryTask(count_key(failures, slow), failures, slow=slow)]}
     if exact:
         tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
+    single = [] if exact or not max_failures else [*islice(_pattern_tasks(job, 1), MAX_SINGLE + 1)]
+    tasks |= {task.key: task for task in single if len(single) <= MAX_SINGLE}
     for task in of_nodes:
         tasks[task.key] = task  # where the pattern is there already, its place stays
     settling = [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
-                for task in tasks.values() if task.failures and settled]
+                for task in tasks.values() if task.failures and settled and task not in single]
     return [*tasks.values(), *settling]
 
 

@@ -44,19 +44,19 @@ from slipstream.schedules.tables.table import Table
 # --- The index as text for a reader -----------------------------------------------------------------------------------
 
 
-HEAD = ("failures", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
-SETTLED = ("settled s", "throughput", "GB to move", "s to move")
+HEAD = ("failures", "answer", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
+SETTLED = ("settled s", "throughput", "settled gap", "GB to move", "s to move")
 """Further columns, after the period and the throughput, where the table has settled entries."""
 NODES = "nodes down"
 """The column before the key where the table is by node."""
-LEFT = ("status", "roles down", NODES, "key")
+LEFT = ("answer", "status", "roles down", NODES, "key")
 
 
 def index_markdown(index: Index) -> str:
     """The index as a Markdown table with aligned columns, and a line that explains it."""
     rows = {row.key: row for row in index.entries}
     by_node = any(row.nodes for row in index.entries)
-    head = (*HEAD[:3], *(SETTLED if index.settled else ()), *HEAD[3:-1], *((NODES,) if by_node else ()), HEAD[-1])
+    head = (*HEAD[:4], *(SETTLED if index.settled else ()), *HEAD[4:-1], *((NODES,) if by_node else ()), HEAD[-1])
     lines = [head, *(_cells(row, rows, by_node=by_node, settled=index.settled) for row in index.entries
                      if not row.key.startswith(settled_key("")))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -69,7 +69,9 @@ def index_markdown(index: Index) -> str:
     about = (f"Planned by {basis.method}, {basis.backward} backward, {basis.optimizer} optimizer, "
              f"{basis.time_limit:g} s an entry. Throughput is relative to\nfault-free; fault-scaled is the share of "
              "workers that are left; the gap is how far the period\ncan at most be from the best possible for these "
-             "roles.")
+             "roles.\nAt once: no layer moves, whichever workers of these stages fail. Roles moved: for any failures of"
+             "\nthat number; live workers take over the roles of the dead that are not down here, and load their"
+             "\nlayers first.")
     if index.settled:
         about += (" Settled: with layers moved, which runs when they have\ncome; what moves is where the roles of that "
                   "entry, in index.json, are down; s to move at 12.5 GB/s a\nworker.")
@@ -84,9 +86,10 @@ def _cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -
     nodes = (_shortened("+".join(map(str, chosen)) for chosen in row.nodes),) if by_node else ()
     last = (_shortened(map(str, row.failed)), *nodes, row.key)
     answer = _settled(rows.get(settled_key(row.key))) if settled else ()
+    kind = "roles moved" if row.failures and row.key.startswith("count-") else "at once"
     if row.period is None or row.throughput is None or row.fault_scaled is None or row.gap is None:
-        return (str(row.failures), "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
-    return (str(row.failures), f"{row.period:.6g}", f"{row.throughput:.2%}", *answer, f"{row.fault_scaled:.2%}",
+        return (str(row.failures), kind, "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
+    return (str(row.failures), kind, f"{row.period:.6g}", f"{row.throughput:.2%}", *answer, f"{row.fault_scaled:.2%}",
             f"{row.gap:.2%}", row.status, *last)
 
 
@@ -101,7 +104,7 @@ def _settled(row: Row | None) -> tuple[str, ...]:
         return ("-",) * len(SETTLED)
     moved = "?" if row.bytes_moved is None else f"{row.bytes_moved / 1e9:.3g}"
     seconds = "?" if row.seconds_to_move is None else f"{row.seconds_to_move:.3g}"
-    return f"{row.period:.6g}", f"{row.throughput:.2%}", moved, seconds
+    return f"{row.period:.6g}", f"{row.throughput:.2%}", "?" if row.gap is None else f"{row.gap:.2%}", moved, seconds
 
 
 # --- The folder -------------------------------------------------------------------------------------------------------

@@ -193,8 +193,12 @@ def entry_file(key: str) -> str:
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
-    """Canonical JSON, one line, newline at the end; `format` and `version` come first."""
-    fields = {name: getattr(document, name) for name in type(document).__struct_fields__}
+    """Canonical JSON, one line, newline at the end; `format` and `version` come first.
+
+    Fields that are unset, as in entries of earlier versions, are left out.
+    """
+    fields = {name: value for name in type(document).__struct_fields__
+              if (value := getattr(document, name)) is not msgspec.UNSET}
     return msgspec.json.encode({"format": fields["format"], "version": fields["version"], **fields}) + b"\n"
 
 

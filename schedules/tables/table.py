@@ -117,12 +117,14 @@ class Table:
         for key in self._entries:
             self.entry(key)
 
-    def lookup(self, failed: Iterable[Worker], *, settled: bool = False,
+    def lookup(self, failed: Iterable[Worker], *, settled: bool = False, roles_move: bool = False,
                held_elsewhere: bool = False, nodes: Nodes = (), checked: bool = True) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
-        `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
-        `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a checkpoint.
+        By default the one that runs at once: no worker loads a layer. `roles_move`: live workers may take over roles
+        of other stages, whose layers they load first. `settled`: the one to come to in the end, for which any layers
+        may move. `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a
+        checkpoint.
         `nodes`: the workers of each machine, over which the holders of a stage are spread where roles move. Of an exact
         pattern and a normalised count of equal period it takes the pattern, which moves no worker. Where several slow
         workers are down, it takes the best of the entries for each of them. The schedule is valid because the stored
@@ -143,8 +145,11 @@ class Table:
         for key in known:
             stored = self.entry(key) if checked else self._decoded(key)
             schedule = relabel(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
-            if schedule is not None:
-                return LookupResult(key=key, schedule=schedule)
+            if schedule is None:
+                continue
+            found = LookupResult(key=key, schedule=schedule)
+            if settled or roles_move or held_elsewhere or not found.layers_to_load:
+                return found
         return None
 
     def _period(self, key: str) -> float:

@@ -49,9 +49,10 @@ def test_a_schedule_too_large_for_a_file_is_refused(table, tmp_path, monkeypatch
 
 def test_gives_a_relabelled_schedule(table, tmp_path):
     out = tmp_path / "schedule.json"
-    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--out", out, "--json")
+    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--normalise", "--out", out, "--json")
     answer = json.loads(result.stdout)
-    assert result.exit_code == 0 and answer["key"] == "count-2" and 0 < answer["lookup_seconds"] < 1
+    assert result.exit_code == 0 and (answer["key"], answer["answer"]) == ("count-2", "roles moved")
+    assert 0 < answer["lookup_seconds"] < 1
     schedule = read(out)
     assert check(schedule) == [] and schedule.failed == (Worker(0, 0), Worker(1, 0))
     assert answer["period"] == schedule.seconds(schedule.period_ticks)
@@ -59,9 +60,31 @@ def test_gives_a_relabelled_schedule(table, tmp_path):
 
 
 def test_tells_a_reader_who_moves(table):
-    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0")
-    assert "entry count-2" in result.stdout and "loads its parameters from a peer" in result.stdout
+    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--normalise")
+    assert "roles moved, entry count-2" in result.stdout and "loads its parameters from a peer" in result.stdout
     assert "every live worker keeps its role" in slipstream("lookup", table).stdout
+
+
+@pytest.mark.parametrize("worker", ["0.0", "1.1", "2.2"])
+def test_the_answer_at_once_to_one_failure_is_in_the_table_and_moves_no_layer(table, worker, tmp_path):
+    answers = {}
+    for option in ((), ("--normalise",), ("--settled",)):
+        result = slipstream("lookup", table, "--failed", worker, *option, "--json", "--out", tmp_path / "now.json")
+        answers[option] = answer = json.loads(result.stdout)
+        assert result.exit_code == 0 and answer["key"] is not None and not result.stderr
+        assert option or (answer["answer"], answer["moves"], answer["layers_moved"]) == ("at once", [], 0)
+        assert check(read(tmp_path / "now.json")) == []
+    assert answers[()]["period"] >= answers["--normalise",]["period"] >= answers["--settled",]["period"]
+    assert any(answer["layers_moved"] for answer in answers.values()) or worker == "2.2"
+
+
+def test_failures_that_are_in_the_table_only_with_roles_moved_are_planned_in_place(table):
+    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["key"], answer["answer"], answer["moves"]) == (None, "at once", [])
+    assert "0.0, 1.0 down: in the table only with roles moved (--normalise); planning on the spot" in result.stderr
+    both = slipstream("lookup", table, "--failed", "0.0", "--normalise", "--settled")
+    assert both.exit_code == 2 and "take one" in both.stderr
 
 
 def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,13 +47,15 @@ def test_writes_a_table_and_says_what_it_is_worth(job, tmp_path):
     out = tmp_path / "table"
     first = slipstream("table", job, "--max-failures", "2", "--time-limit", "2", "--jobs", "2", "--out", out, "--json")
     answer = json.loads(first.stdout)
-    assert first.exit_code == 0 and answer["entries"] == 5 and answer["seconds"] > 0 and answer["worst_gap"] >= 0
+    assert first.exit_code == 0 and answer["entries"] == 7 and answer["seconds"] > 0 and answer["worst_gap"] >= 0
     assert answer["bytes"] == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     again = slipstream("table", job, "--max-failures", "2", "--time-limit", "2", "--out", out)
     assert again.exit_code == 0 and "0 planned now" in again.stdout
+    worst = re.search(r"worst gap ([\d.]+%) \((\S+)\)", again.stdout)
+    assert worst and f" {worst[1]} |" in again.stdout.partition("worst gap")[0], "the rows above have it"
     assert "| failures |" in again.stdout and "count-2" in again.stdout and "66.67%" in again.stdout
     assert [row.key for row in Table.load(out).rows()] == [
-        "count-0", "count-1", "count-2", "settled-count-1", "settled-count-2"]
+        "count-0", "count-1", "count-2", "pattern-0", "pattern-1", "settled-count-1", "settled-count-2"]
 
 
 def test_a_job_from_a_pipe_is_kept_beside_the_table(tmp_path):

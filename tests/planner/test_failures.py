@@ -4,14 +4,17 @@ import msgspec
 import pytest
 
 from slipstream.planner import failures as failures_module
-from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.failures import FailurePlanner, period_seconds
+from slipstream.planner.job.file import StageMemory
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.params import ListParams, SearchParams
+from slipstream.planner.params import FailureParams, ListParams, SearchParams
 from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
+from slipstream.planner.tables.build import build_table
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.table import Table
 from tests.jobs import grid
 
 JOB = grid(3, 2, 2)
@@ -52,6 +55,38 @@ def test_the_first_answer_to_a_failure_of_a_large_job_is_the_first_plan_whatever
     small = FailurePlanner(JOB, FIRST)
     small.after((Worker(1, 1),))
     assert asked[-1].steps is None and asked[-1].slices
+
+
+HEAVY = msgspec.structs.replace(JOB, memory=StageMemory(
+    capacity=(9.0,) * 2, activation=(1.0,) * 2, weight_stash=(0.0,) * 2, weights=(1e9,) * 2, unit_bytes=1.0))
+
+
+@pytest.mark.parametrize(("pays_within", "moves"), [(3600.0, True), (2.0, False)])
+def test_roles_move_only_where_the_time_saved_makes_up_for_the_pause(pays_within, moves, tmp_path, monkeypatch):
+    """Two workers of one stage are dead: with roles moved the period is shorter, and layers are loaded first."""
+    job, down = HEAVY, (Worker(0, 0), Worker(1, 0))
+    build_table(job, b"", tmp_path, PlanOptions(method="greedy", time_limit=0.1), max_failures=2, settled=False)
+    first = plan_only(PlanOptions(method="greedy", time_limit=0.1), job, ()).schedule
+    params = SearchParams(failures=FailureParams(pause_pays_seconds=pays_within))
+    table = Table.load(tmp_path)
+    moved = table.lookup(down, roles_move=True)
+    assert table.lookup(down) is None and moved.layers_to_load == 1
+    schedule = FailurePlanner(job, first, table, params=params).after(down)
+    assert bool(schedule.moves) == moves and not check(schedule)
+    one = FailurePlanner(job, first, table, params=params).after((Worker(0, 0),))
+    assert not one.moves or moves, "one of three: the table has it in place"
+
+
+def test_of_equal_periods_no_role_moves(tmp_path):
+    """The table's answer with roles moved is for stage 1; a worker of stage 0 has died, at the same cost."""
+    job = msgspec.structs.replace(HEAVY, time=msgspec.structs.replace(JOB.time))
+    build_table(job, b"", tmp_path, PlanOptions(method="greedy", time_limit=0.1), max_failures=1, settled=False)
+    first = plan_only(PlanOptions(method="greedy", time_limit=0.1), job, ()).schedule
+    table = Table.load(tmp_path)
+    failures = FailurePlanner(job, first, table)
+    for worker in first.grid.workers():
+        found, roles = failures.after((worker,)), table.lookup((worker,), roles_move=True).schedule
+        assert not found.moves or period_seconds(roles) < period_seconds(table.lookup((worker,)).schedule)
 
 
 def test_what_steers_the_search_is_passed_on(monkeypatch):

@@ -85,10 +85,13 @@ def test_every_failure_set_is_found_and_valid(exact):
     classes = pipeline_classes(grid, table.basis.times, table.basis.memory)
     for size in range(3):
         for failed in combinations(grid.workers(), size):
-            found = table.lookup(failed)
+            found = table.lookup(failed, roles_move=True)
             if dead_column(failed, grid) is not None:
                 assert found is None
                 continue
+            at_once = table.lookup(failed)
+            assert at_once is not None and not at_once.layers_to_load and check(at_once.schedule) == []
+            assert found.schedule.period_ticks <= at_once.schedule.period_ticks
             assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
             pattern = table.entry(pattern_key(pattern_of(failed, classes), classes)) if size else None
             count = table.entry(f"count-{size}")
@@ -142,9 +145,9 @@ def test_a_larger_table_keeps_what_is_there(tmp_path, in_this_process):
     assert contents(tmp_path / "table") == contents(tmp_path / "whole")
     assert quick_build(tmp_path / "table", max_failures=1).planned == 0  # and a smaller one drops the rest
     assert Table.load(tmp_path / "table").lookup([Worker(0, 0), Worker(1, 1)]) is None
-    assert len(list((tmp_path / "table" / "entries").iterdir())) == 3
+    assert len(list((tmp_path / "table" / "entries").iterdir())) == 5
     assert quick_build(tmp_path / "table", max_failures=1, settled=False).planned == 0
-    assert len(list((tmp_path / "table" / "entries").iterdir())) == 2
+    assert len(list((tmp_path / "table" / "entries").iterdir())) == 4
 
 
 BUILD = """
@@ -280,7 +283,8 @@ def test_roles_move_where_a_lost_node_has_several_workers_of_one_stage(tmp_path,
     text = THREE + b'[topology]\nnode = [["0.0", "1.0"], ["0.1", "1.1"], ["2.0", "2.1"]]\n'
     quick_build(tmp_path, text=text, max_failures=1, by_node=True)
     table, lost = Table.load(tmp_path), {Worker(0, 0), Worker(1, 0)}
-    found = table.lookup(lost)
+    assert table.lookup(lost).key == "pattern-0+0"
+    found = table.lookup(lost, roles_move=True)
     assert found.key == "count-2" and len(found.moves) == 1 and check(found.schedule) == []
     assert found.schedule.period_ticks < table.entry("pattern-0+0").period_ticks
 
@@ -322,13 +326,14 @@ def test_where_a_slow_worker_is_down_nobody_plays_its_role_at_its_pace(tmp_path,
     shorter = 0
     for failed in (down for size in (1, 2) for down in combinations(table.basis.grid.workers(), size)):
         for settled in (False, True):
-            found = table.lookup(failed, settled=settled)
+            found = table.lookup(failed, settled=settled, roles_move=not settled)
             assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
             count = table.entry(f"count-{len(failed)}")
             assert found.schedule.seconds(found.schedule.period_ticks) <= count.seconds(count.period_ticks)
             shorter += found.key.startswith(f"count-{len(failed)}-with-")
     assert shorter
-    assert {table.lookup([worker]).key for worker, _ in job.time.slow} == {"count-1-with-0.1", "count-1-with-1.0"}
+    found = {table.lookup([worker], roles_move=True).key for worker, _ in job.time.slow}
+    assert found == {"count-1-with-0.1", "pattern-1:0"}, "of the slow worker 1.0 in place, at the same period"
 
 
 def test_too_many_slow_workers_are_refused_at_once():
