@@ -109,9 +109,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     # A worker holds all of its stages, of every chain; the stages that were measured are those of one.
     static = [sum(stages[index % job.depth].static_bytes + _on_their_way(job, measured, index % job.depth)
                   for index, at in enumerate(job.columns) if at == column) for column in range(job.stages)]
-    room = measured.device_bytes
-    if measured.device != "cuda":
-        room //= job.pipelines * job.stages * measured.ranks
+    room = measured.device_bytes // measured.sharing - measured.outside_bytes
     tables: dict[str, Any] = {
         "name": job.name, "pipelines": job.pipelines, "stages": job.stages, "microbatches": _short(job.microbatches),
         "time": {name: seconds(name)
@@ -186,7 +184,8 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     """The comments above each table of the job file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
-    where = "a GPU of this machine" if measured.device == "cuda" else "this machine, shared equally by all workers"
+    where = "this machine, shared equally by all workers" if measured.device != "cuda" else "a GPU of this machine" \
+        if measured.sharing == 1 else f"a GPU of this machine, shared by {measured.sharing} processes"
     copies = f"{job.pipelines} pipelines" if job.chains == 1 else f"{job.pipelines * job.chains} copies of a stage"
     processes = measured.workers * measured.ranks
     found = {
@@ -196,6 +195,8 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
                  f"{measured.transport}, within this machine.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always, and gradients on their way.",
+                   *([f"CUDA, communicators and libraries take {measured.outside_bytes / 2**20:.0f} MiB of it besides."]
+                     if measured.outside_bytes else []),
                    f"Held always, in MiB a stage: {static};",
                    f"of it the copies by which a step can be undone: {undo}."],
         "layers": ["Each layer measured by itself: how a stage divides over its layers."],

@@ -101,6 +101,8 @@ class Answer(msgspec.Struct, frozen=True):
     transfer: float
     network: Network
     waiting: float
+    outside_bytes: int = 0
+    """Of the GPU, besides torch's tensors."""
 
 
 _TASK = msgspec.json.Decoder(Task)
@@ -140,9 +142,23 @@ class _Measurer:
         if task.workers > 1:
             all_reduce, gather, transfer = self._communicate(session, everyone)
             network = self._network(session, everyone)
+        self._meet("memory", task.workers)
+        outside = self._outside_bytes()
         self._meet("end", task.workers)
         session.close()
-        return Answer(stages, all_reduce, gather, transfer, network, waiting)
+        return Answer(stages, all_reduce, gather, transfer, network, waiting, outside)
+
+    def _outside_bytes(self) -> int:
+        """Return what this process takes of its GPU besides torch's tensors, when all that share it take as much."""
+        task = self._task
+        if self._device.type == "cpu":
+            return 0
+        torch.cuda.empty_cache()
+        self._meet("caches emptied", task.workers)
+        free, total = torch.cuda.mem_get_info(self._device)
+        processes = task.workers * task.ranks
+        sharing = len([one for one in range(processes) if one % task.cards == self._device.index])
+        return max(0, (total - free) // sharing - torch.cuda.memory_reserved(self._device))
 
     def _compute(self) -> tuple[dict[int, StageProfile], float]:
         """This worker's stages, and the share of the time in which this process had to wait for others."""

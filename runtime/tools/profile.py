@@ -42,6 +42,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     device_bytes: int
     """Memory of a GPU, or of this machine."""
+    sharing: int
+    """How many processes of the job share that memory."""
+    outside_bytes: int = 0
+    """What a process takes of a GPU besides torch's tensors: its CUDA context, communicators, libraries' workspaces."""
     workers: int
     """How many computed at the same time."""
     ranks: int
@@ -85,11 +89,13 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     answers = _ask(tasks, fork_server)
     del store
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sharing = 1 if cards and not training.share_devices else -(-workers * ranks // max(1, cards))
     return Profile(stages=_stages(tasks, answers), transfer=max(answer.transfer for answer in answers[:ranks]),
                    network=msgspec.structs.replace(
                        answers[0].network, slowdown=max(answer.network.slowdown for answer in answers)),
-                   device=device, device_bytes=memory, workers=computing, ranks=ranks, reduce_group=reduce_group,
-                   transport=transport, waiting=max(answer.waiting for answer in answers))
+                   device=device, device_bytes=memory, sharing=sharing,
+                   outside_bytes=max(answer.outside_bytes for answer in answers), workers=computing, ranks=ranks,
+                   reduce_group=reduce_group, transport=transport, waiting=max(answer.waiting for answer in answers))
 
 
 def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Answer]:

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.profile import job_tables
+from slipstream.cli.profile import comments, job_tables
 from slipstream.planner.job.file import Job, parse_job, read_job
 from slipstream.planner.job.layers import layer_costs
 from slipstream.planner.job.network import Network
@@ -164,7 +164,7 @@ def measured(job: Job) -> Profile:
     """What could be measured of any job."""
     stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
                          stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
-    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, workers=1,
+    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, sharing=4, workers=1,
                    ranks=1, reduce_group=2, transport="gloo", waiting=0.0)
 
 
@@ -179,6 +179,15 @@ def test_the_placement_is_kept(placement) -> None:
         assert getattr(after, name) == getattr(before, name)
     held = len(before.columns) // before.stages * 2**10
     assert after.memory.capacity == (2**20 // 4 - held,) * 2, "a worker holds all of its stages, of both chains"
+
+
+def test_a_shared_gpu_is_divided_and_what_its_processes_take_besides_is_left_out() -> None:
+    job = parse_job(JOB)
+    found = msgspec.structs.replace(measured(job), device="cuda", transport="nccl", outside_bytes=2**20)
+    (stage,) = {*job_tables(job, found)["memory"]["capacity"]}
+    (alone,) = {*job_tables(job, msgspec.structs.replace(found, sharing=1, outside_bytes=0))["memory"]["capacity"]}
+    assert stage == (2**30 // 4 - 2**20 - (2**30 - 1024 * alone)) // 1024
+    assert "shared by 4 processes" in comments(job, found)["memory"][0]
 
 
 @pytest.mark.parametrize(("device", "transport", "counts"), [("cpu", "gloo", True), ("cuda", "nccl", True),

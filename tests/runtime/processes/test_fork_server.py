@@ -32,6 +32,35 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
     assert done.returncode == -9 and done.stderr == ""
 
 
+LOADS = """
+import importlib.util, sys
+import slipstream.runtime
+import torch
+
+def asked(*_):
+    raise AssertionError("CUDA was asked how many GPUs there are")
+
+torch.cuda._is_compiled = lambda: True
+torch.cuda._raw_device_count_nvml = lambda: 2
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch._C._cuda_getCurrentRawStream = asked
+assert torch.cuda.is_available()
+from slipstream.runtime.processes.worker_start import HUGGING_FACE, TORCHTITAN
+from slipstream.runtime.worker.main import warm_up
+warm_up()
+for library, module in (("transformers", HUGGING_FACE), ("torchtitan", TORCHTITAN)):
+    if importlib.util.find_spec(library):
+        importlib.import_module(module)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_nothing_that_the_fork_server_imports_initialises_cuda():
+    """Torch refuses a GPU to a process that was forked from one that has."""
+    done = subprocess.run([sys.executable, "-c", LOADS], env=command_environment(), stderr=subprocess.PIPE, text=True,
+                          timeout=patience.SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 ADOPTS = """
 import os, signal, sys
 from slipstream.runtime.processes.fork_server import ForkServer, adopt
