@@ -22,6 +22,7 @@ import torch
 import typer
 
 from slipstream.cli.shared.console import complain
+from slipstream.cli.shared.going_on import take_whole
 from slipstream.cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import Rehearsals, read_rehearsals
@@ -37,7 +38,7 @@ from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, latest, open_checkpoint
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
@@ -93,7 +94,9 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         """Go on from torchtitan's checkpoint, or the run's own where that is newer, until all steps are done."""
         own, steps = self.own, self.config.training.steps
         saved = own.folder / CHECKPOINTS
-        begun = latest(saved, identity_of(own.config, _layers(own.config)))
+        begun = take_whole(saved, own.folder, logger.warning)
+        if begun is not None:
+            open_checkpoint(begun.path, identity_of(own.config, _layers(own.config)))
         asked = self.config.checkpoint.load_step
         if begun is None or asked != -1 or begun.iteration < _newest(self.config):
             self.checkpointer.load(step=asked)  # one of the model alone cannot be gone on from: torchtitan refuses it

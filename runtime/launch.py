@@ -31,7 +31,7 @@ from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import LOSSES, Started
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint, require_whole
 from slipstream.runtime.model.checkpoints.parameters import load_layer
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.layer_sizes import state_bytes
@@ -47,7 +47,7 @@ from slipstream.runtime.protocol.authentication import HOW, Secret, new_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store, listen
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.replay.group_store import forget_orders
-from slipstream.runtime.run_fit import Fit, prepare, setup_for
+from slipstream.runtime.run_fit import Fit, prepare, samples_read, setup_for
 from slipstream.runtime.run_folder import (
     LeftBehind,
     claim,
@@ -100,9 +100,12 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     require_descriptors(needed_by_node_0(len(schedule.seats) * config.training.tensor_parallel, options.nodes))
-    fit = prepare(schedule, config, options)
+    read = samples_read(resilience.resume, config, schedule.grid.microbatches)
+    fit = prepare(schedule, config, options, read)
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
+        if left_behind(out) is None:
+            require_whole(resilience.resume)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
@@ -214,7 +217,7 @@ class _Launch:
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
-                            first_iteration=first, epoch=left.epoch)
+                            first_iteration=first, read=left.read, epoch=left.epoch)
             alive = [] if adopted is None else find_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
@@ -290,7 +293,9 @@ class _Launch:
         """What this node 0 leaves, should it die."""
         epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
         seconds = settings.coordinator_timeout_seconds
+        read = samples_read(self.resilience.resume, self.config, self.schedule.grid.microbatches)
         return LeftBehind(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
+                          read=read if behind is None else behind.read,
                           fork_server=fork_server.hold(seconds, settings.secret.hex()) if seconds else None,
                           crashes=() if behind is None else behind.crashes)
 

@@ -10,12 +10,14 @@ from slipstream.runtime.config import LengthCosts, RunConfig
 from slipstream.runtime.coordinator.metrics import Work
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import standing_in
+from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_matches
 from slipstream.runtime.model.state.parts import Elements
@@ -56,7 +58,18 @@ class Fit:
     """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
 
 
-def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
+def samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
+    """What a checkpoint says was read before its iteration, unless iterations of this run read as much.
+
+    A checkpoint of an earlier version says nothing: it is taken to be of such a run.
+    """
+    if resume is None or resume.manifest.samples in (
+            None, resume.iteration * config.training.batch * sum(microbatches)):
+        return FROM_THE_START
+    return SamplesRead(resume.iteration, resume.manifest.samples)
+
+
+def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: SamplesRead = FROM_THE_START) -> Fit:
     """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
     violations = check(schedule)
     if violations:
@@ -70,7 +83,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         require_matches(model, training)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
-    corpus = load_corpus(config, schedule.grid.microbatches)
+    corpus = load_corpus(config, schedule.grid.microbatches, read)
     require_known_costs(corpus, schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
@@ -95,6 +108,7 @@ def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous
     grid = schedule.grid
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        read=samples_read(resilience.resume, config, grid.microbatches),
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),

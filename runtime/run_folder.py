@@ -19,6 +19,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     latest,
     tidy,
 )
+from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.processes.faults import Crashes
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.files import write_atomically
@@ -41,6 +42,8 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: Rendezvous
     """Where its workers look for another one."""
     first_iteration: int
+    read: SamplesRead = FROM_THE_START
+    """What runs on other grids have read before (`Setup.read`)."""
     resume: str | None
     """Folder of the checkpoint that the run began from."""
     fork_server: str | None

@@ -42,6 +42,8 @@ class DocumentKind(Generic[T]):
     """Keys whose values are most of the file; there are no JSON objects in them."""
     max_bytes: int
     error: type[DocumentError]
+    damaged: type[DocumentError] | None = None
+    """Raised where a file is no JSON, or not of this kind's form; None: `error` is."""
     older: tuple[int, ...] = ()
     """Versions that are read beside `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
@@ -50,7 +52,7 @@ class DocumentKind(Generic[T]):
         object.__setattr__(self, "_decoder", msgspec.json.Decoder(self.content))
 
     def decode(self, data: bytes, source: str) -> T:
-        """Read a document; `source` names it in errors. Raises `error`, whose message is one line."""
+        """Read a document; `source` names it in errors. Raises `error` or `damaged`, with one line."""
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._remark}")
         try:
@@ -67,7 +69,7 @@ class DocumentKind(Generic[T]):
             raise
         except (ValueError, RecursionError) as error:  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
             reason = " ".join(str(error).split())[:200]
-            raise self.error(f"{source}: no readable {self.name}: {reason}") from None
+            raise (self.damaged or self.error)(f"{source}: no readable {self.name}: {reason}") from None
         return document
 
     def read_bytes(self, path: Path) -> bytes:

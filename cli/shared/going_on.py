@@ -1,7 +1,7 @@
 """How `slipstream train` goes on from a checkpoint: from which, with what command, or that nothing is left to do."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,14 +9,20 @@ import typer
 from torch import Tensor
 
 from slipstream.cli.shared.console import err, print_json
+from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.train_inputs import checkpoint_or_refuse, find_checkpoint
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.checkpoint import (
+    MANIFEST,
     Checkpoint,
     CheckpointError,
+    complete,
     identity_of,
     latest,
+    newest_whole,
     open_checkpoint,
+    require_whole,
+    set_aside,
 )
 from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer
 from slipstream.runtime.model.state.digest import combined_digest, tensor_digest
@@ -63,7 +69,15 @@ def is_same(resume: Path | None, folder: Path) -> bool:
 
 
 def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there."""
+    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there.
+
+    Where that is `needed`, the checkpoint is whole: damaged ones are named, and those of the run's own folder are set
+    aside. Exits 2 where all are damaged.
+    """
+    if needed:
+        whole = _whole_or_refuse(resume, folder)
+        if whole is not None:
+            return whole
     if is_same(resume, folder) and not saved(folder):
         done = iterations_done(folder)
         if needed:
@@ -78,6 +92,33 @@ def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | 
         return find_checkpoint(resume)
     except CheckpointError:
         return None
+
+
+def _whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint in a folder, or that folder itself; None where there is none at all."""
+    with refusals():
+        if (resume / MANIFEST).exists():
+            return require_whole(open_checkpoint(resume))
+        source = next((path for path in (resume / CHECKPOINTS, resume) if complete(path)), resume)
+        return take_whole(source, folder, lambda line: err.print(line, style="yellow", soft_wrap=True))
+
+
+def take_whole(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
+    """Find the newest whole checkpoint, for a run in `folder`; None where there is none at all.
+
+    Damaged ones are named. Those of the run's own folder are set aside. Raises CheckpointError where all are damaged,
+    and FolderError while another run writes there.
+    """
+    whole, damaged = newest_whole(source)
+    if whole is None and damaged:
+        raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start anew with "
+                              "another --out")
+    if damaged and source.resolve() == (folder / CHECKPOINTS).resolve():
+        with locked(folder, 0):
+            damaged = {set_aside(path): error for path, error in damaged.items()}
+    for path, error in damaged.items():
+        say(f"{error}; it is kept as {path}, and training goes on from {whole and whole.path}")
+    return whole
 
 
 def require_folder(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:

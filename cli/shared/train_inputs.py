@@ -21,6 +21,7 @@ from slipstream.runtime.model.data.data import load_corpus, load_validation
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.replay.placement import place
+from slipstream.runtime.run_fit import samples_read
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 from slipstream.schedules.tables.relabel import Nodes
 from slipstream.schedules.tables.table import Table
@@ -37,7 +38,7 @@ def require_fit(path: Path, grid: Grid, job: Job) -> None:
             refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
 
 
-def require_trainable(job: Job, config: RunConfig) -> None:
+def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> None:
     """What `run` will refuse of the model and the data, told before the time for planning is spent.
 
     Raises ConfigError and PlacementError.
@@ -46,7 +47,7 @@ def require_trainable(job: Job, config: RunConfig) -> None:
     with standing_in(training.tensor_parallel):
         model = model_for(config.model, training.seed, parameter_dtype(training), device)
     place(grid_of(job), model.layers)
-    load_corpus(config, job.microbatches)
+    load_corpus(config, job.microbatches, samples_read(resume, config, job.microbatches))
     load_validation(config, job.microbatches)
 
 

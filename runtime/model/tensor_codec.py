@@ -86,16 +86,22 @@ def read_tensors(path: Path, expected: Written | None = None) -> dict[str, Tenso
 
     Raises TensorError when it is not what `expected` says, or no such file at all, and OSError.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if expected is not None and size != expected.bytes:
-            raise TensorError(f"{path}: {size} bytes; expected {expected.bytes}: it is damaged")
-        if expected is not None and hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-            raise TensorError(f"{path}: its bytes are not those that were written: it is damaged")
+    if expected is not None:
+        require_written(path, expected)
     try:
         return load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise TensorError(f"{path}: no safetensors file: {_one_line(error)}") from None
+
+
+def require_written(path: Path, expected: Written) -> None:
+    """Compare a file with what was written. Raises TensorError where it differs, and OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise TensorError(f"{path}: {size} bytes; expected {expected.bytes}: it is damaged")
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+            raise TensorError(f"{path}: its bytes are not those that were written: it is damaged")
 
 
 def _one_line(error: BaseException) -> str:

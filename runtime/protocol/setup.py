@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.model.passed import Form, TensorForm, TupleForm
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
@@ -47,6 +48,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     forget: bool = False
     """Whether a worker is too late with what it holds: the others have gone on without it."""
     first_iteration: int
+    read: SamplesRead = FROM_THE_START
+    """What was read before an iteration of this run, where runs on other grids have read it."""
     iterations: int
     """One after the last."""
     traced: int

@@ -46,6 +46,7 @@ class Checkpointer:
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
+        self._read, self._samples = setup.read, settings.config.training.batch * sum(setup.microbatches)
         self._identity = identity_of(settings.config, layers)
         self._sharing = sharing
         self._worker = worker
@@ -70,6 +71,7 @@ class Checkpointer:
         own = {layer: self._sharing.without_copies(layer, state) for layer, state in copied().items()}
         if own:
             self._saving = save(self._folder, iteration, own, self._identity,
+                                self._read.before(iteration, self._samples),
                                 partial(self._ended, iteration, time.monotonic() - began))
 
     def save_last(self, order: Finish, copied: Copying) -> None:

@@ -16,6 +16,7 @@ from slipstream.cli.app import app
 from slipstream.runtime import launch
 from slipstream.runtime.model.checkpoints.checkpoint import latest
 from slipstream.runtime.protocol.authentication import VARIABLE
+from tests.runtime.counted_data import FOLDER
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import SECRET, Launcher, command
 from tests.runtime.pacing import after_each_iteration, hold_at
@@ -122,6 +123,82 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     assert again.exit_code == 0, again.output
     assert "was ended before its first checkpoint: does its 2 iterations again, from iteration 0" in again.stderr
     assert len(losses_in(out)) == 1
+
+
+def damage(checkpoint: Path, layer: int) -> str:
+    """Flip a bit in the middle of a layer's file; its name."""
+    [path] = checkpoint.glob(f"layer-{layer:04}-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
+def test_a_damaged_checkpoint_is_named_and_kept_aside_and_the_one_before_is_taken(job, tmp_path):
+    """Megatron-LM 5281: endless restarts from a checkpoint that cannot be read."""
+    out, saved = tmp_path / "out", tmp_path / "out" / "checkpoints"
+    assert train(job, *COMMON, "--iterations", 6, "--checkpoint-every", 2, "--out", out).exit_code == 0
+    name = damage(saved / "iteration-6", 1)
+    again = train(job, *COMMON, "--iterations", 6, "--out", out, "--resume", out)
+    assert again.exit_code == 0, again.output
+    assert re.search(rf"{name}: its bytes are not those that were written: it is damaged; it is kept as "
+                     rf".*damaged-iteration-6, and training goes on from .*iteration-4$", again.stderr, re.M)
+    assert json.loads(again.stdout)["first_iteration"] == 4
+    assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses[:6], rel=0, abs=1e-9)
+    assert sorted(path.name for path in saved.iterdir()) == ["damaged-iteration-6", "iteration-4", "iteration-6"]
+
+    other = train(job, *COMMON, "--out", tmp_path / "other", "--resume", saved / "damaged-iteration-6")
+    assert other.exit_code == 2 and f"{name}: its bytes are not those" in other.stderr
+    damage(saved / "iteration-6", 3)
+    (saved / "iteration-4" / "manifest.json").write_bytes(b"\0" * 100)
+    for _ in range(2):  # schedulers repeat commands
+        refused = train(job, *COMMON, "--iterations", 8, "--out", out, "--resume", out)
+        assert refused.exit_code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+        assert re.search(r"layer-0003-.*damaged; no checkpoint in .*checkpoints is whole", refused.stderr)
+
+
+def numbers_read(folder: Path) -> dict[int, list[int]]:
+    """The samples of each iteration."""
+    found: dict[int, list[int]] = {}
+    for path in folder.iterdir():
+        iteration, _, _, *numbers = map(int, path.name.split("-"))
+        found.setdefault(iteration, []).extend(numbers)
+        path.unlink()
+    return {iteration: sorted(found[iteration]) for iteration in sorted(found)}
+
+
+@pytest.mark.parametrize("data", ["Counted", "Uncounted"])
+def test_samples_are_counted_where_a_run_goes_on_with_other_pipelines(data, tmp_path, monkeypatch):
+    """Megatron-Bridge 5637: after a resume on another number of pipelines, samples were repeated or skipped."""
+    read = tmp_path / "read"
+    read.mkdir()
+    monkeypatch.setenv(FOLDER, str(read))
+
+    def resumed(pipelines: int, batch: int, iterations: int):
+        path = tmp_path / "job.toml"
+        path.write_text(tiny_text(pipelines, iterations).replace("batch = 1", f"batch = {batch}").replace(
+            "context = 16", "context = 4") + f"""
+            data = "tests.runtime.counted_data:{data}"
+            [training.options]
+            microbatches = {[2] * pipelines}
+            """)
+        for one in read.iterdir():  # which the first looks leave
+            one.unlink()
+        return train(path, *COMMON, "--out", tmp_path / "out", "--resume", tmp_path / "out")
+
+    assert resumed(3, 1, 3).exit_code == 0
+    assert numbers_read(read) == {0: [*range(6)], 1: [*range(6, 12)], 2: [*range(12, 18)]}
+    second = resumed(2, 1, 5)
+    if data == "Uncounted":
+        assert second.exit_code == 2 and second.stderr.count("\n") == 1
+        assert "iterations have read 18 samples" in second.stderr and "no method begin_at(iteration" in second.stderr
+        return
+    assert second.exit_code == 0, second.output
+    assert {key: value for key, value in numbers_read(read).items() if key >= 3} == {
+        3: [18, 19, 20, 21], 4: [22, 23, 24, 25]}
+    third = resumed(2, 2, 6)  # a larger batch
+    assert third.exit_code == 0, third.output
+    assert {key: value for key, value in numbers_read(read).items() if key >= 5} == {5: [*range(26, 34)]}
 
 
 @pytest.mark.slow

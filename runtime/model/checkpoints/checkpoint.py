@@ -8,14 +8,18 @@ when the next checkpoint is complete. All workers must see the same folder.
 """
 
 import contextlib
+import errno
+import itertools
 import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,18 +27,21 @@ from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
-from slipstream.runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
+from slipstream.runtime.model.tensor_codec import TensorError, Written, read_tensors, require_written, write_tensors
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEEP = 2
+READERS = 8
+"""Files that are compared at a time: SHA-256 of one takes a core."""
 _LATER = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that older checkpoints lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
+T = TypeVar("T")
 LayerState = Mapping[str, Tensor]
 """What `part_state.whole` gives."""
 Ended = Callable[["CheckpointError | None"], None]
@@ -42,6 +49,10 @@ Ended = Callable[["CheckpointError | None"], None]
 
 class CheckpointError(DocumentError):
     """A checkpoint that cannot be written, read or used here. The message is one line."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not as they were written. The message is one line."""
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,10 +74,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     identity: dict[str, Any]
     """`identity_of` the job."""
     layers: tuple[LayerFile, ...]
+    samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    """How many samples all iterations have read; None in checkpoints of earlier versions."""
 
 
 _DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
-                         max_bytes=2**28, error=CheckpointError)
+                         max_bytes=2**28, error=CheckpointError, damaged=DamagedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,8 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    is_verified: bool = False
+    """Whether `require_whole` has read it."""
 
     @property
     def iteration(self) -> int:
@@ -117,10 +132,11 @@ class Saving:
     """A checkpoint being written by this worker, in a thread of its own."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any], ended: Ended) -> None:
+                 identity: Mapping[str, Any], samples: int | None, ended: Ended) -> None:
         self._error: CheckpointError | None = None
         self._ended = ended
-        self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity, samples),
+                                        daemon=True)
         self._thread.start()
 
     def done(self, seconds: float = 0.0) -> bool:
@@ -134,9 +150,10 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any]) -> None:
+    def _run(self, folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+             samples: int | None) -> None:
         try:
-            _write(folder, iteration, layers, dict(identity))
+            _write(folder, Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples), layers)
         except CheckpointError as error:
             self._error = error
         except OSError as error:
@@ -146,14 +163,14 @@ class Saving:
 
 
 def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-         ended: Ended = lambda _: None) -> Saving:
+         samples: int | None = None, ended: Ended = lambda _: None) -> Saving:
     """Start to write this worker's share of a checkpoint; training goes on.
 
     The tensors must not change meanwhile. Each layer of the model must be saved by some worker, and should be by one
-    only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
-    called from a thread when this share is on the disk, with None, or has failed, with the error.
+    only. `iteration` counts the iterations done, `samples` what they have read. Errors come with `Saving.wait`. `ended`
+    is called from a thread when this share is on the disk, with None, or has failed, with the error.
     """
-    return Saving(folder, iteration, layers, identity, ended)
+    return Saving(folder, iteration, layers, identity, samples, ended)
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -178,8 +195,44 @@ def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Ch
         _require_same(source, manifest.identity, identity)
     if [one.layer for one in manifest.layers] != list(range(len(manifest.layers))) \
             or manifest.identity.get("layers") != len(manifest.layers):
-        raise CheckpointError(f"{source}: does not name each layer of the model once; it is damaged")
+        raise DamagedError(f"{source}: does not name each layer of the model once; it is damaged")
     return Checkpoint(path, manifest)
+
+
+def require_whole(checkpoint: Checkpoint) -> Checkpoint:
+    """Read all files of a checkpoint, several at a time, and compare them with the manifest, once.
+
+    Raises DamagedError, which names the first file that differs, and CheckpointError where one cannot be read.
+    """
+    if checkpoint.is_verified:
+        return checkpoint
+    with ThreadPoolExecutor(READERS) as readers:
+        for _ in readers.map(partial(_verify, checkpoint), checkpoint.manifest.layers):
+            pass
+    return replace(checkpoint, is_verified=True)
+
+
+def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
+    """Find the newest checkpoint that is whole; None where there is none. Also gives the newer ones, all damaged.
+
+    Raises CheckpointError where one cannot be read for another reason.
+    """
+    damaged, found = dict[Path, DamagedError](), complete(folder)
+    for number in sorted(found, reverse=True):
+        try:
+            return require_whole(open_checkpoint(found[number])), damaged
+        except DamagedError as error:
+            damaged[found[number]] = error
+    return None, damaged
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that no run takes or removes it; its new path. Raises OSError."""
+    for number in itertools.count():
+        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            return path.rename(aside)
+    raise AssertionError
 
 
 def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
@@ -210,17 +263,27 @@ def drop_newer(folder: Path, iteration: int) -> None:
 def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     if not 0 <= layer < len(checkpoint.manifest.layers):
         raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
-    one = checkpoint.manifest.layers[layer]
-    path = checkpoint.path / one.file
+    return _read(checkpoint, checkpoint.manifest.layers[layer], read_tensors)
+
+
+def _verify(checkpoint: Checkpoint, file: LayerFile) -> None:
+    _read(checkpoint, file, require_written)
+
+
+def _read(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Written], T]) -> T:
+    path = checkpoint.path / file.file
     try:
-        return read_tensors(path, Written(one.bytes, one.sha256))
+        return read(path, Written(file.bytes, file.sha256))
     except TensorError as error:
-        raise CheckpointError(str(error)) from None
+        raise DamagedError(str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        kind = DamagedError if error.errno in (errno.ENOENT, errno.EIO) else CheckpointError
+        raise kind(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: dict[str, Any]) -> None:
+def _write(folder: Path, manifest: Manifest, layers: Mapping[int, LayerState]) -> None:
+    """Write some layers of a checkpoint; `manifest` names none yet."""
+    iteration, identity = manifest.iteration, manifest.identity
     if (folder / f"iteration-{iteration}").exists():
         open_checkpoint(folder / f"iteration-{iteration}", identity)
         return
@@ -240,9 +303,9 @@ def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], ident
             draft.replace(path)
             _sync(saving)
             written += [path, note]
-            one = Manifest(iteration=iteration, identity=identity, layers=(LayerFile(layer, path.name, *done),))
+            one = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *done),))
             write_atomically(note, msgspec.json.encode(one))
-        _complete(folder, saving, iteration, identity)
+        _complete(folder, saving, manifest)
     except BaseException:
         # Room on a full disk is worth more than half a checkpoint, unless another worker has just completed it.
         for path in written:
@@ -251,24 +314,24 @@ def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], ident
             raise
 
 
-def _complete(folder: Path, saving: Path, iteration: int, identity: dict[str, Any]) -> None:
+def _complete(folder: Path, saving: Path, manifest: Manifest) -> None:
     """Make it a checkpoint, once all layers are there. Several workers may be here at a time: one of them does it."""
     files: list[LayerFile] = []
-    for layer in range(identity["layers"]):
+    for layer in range(manifest.identity["layers"]):
         note = saving / f"layer-{layer:04d}.json"
         if not note.exists():
             return
-        manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
-        _require_same(note, manifest.identity, identity)
-        files += manifest.layers
-    whole = Manifest(iteration=iteration, identity=identity, layers=tuple(files))
+        one = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+        _require_same(note, one.identity, manifest.identity)
+        files += one.layers
+    whole = msgspec.structs.replace(manifest, layers=tuple(files))
     write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
     _sync(saving)
-    complete = folder / f"iteration-{iteration}"
+    complete = folder / f"iteration-{manifest.iteration}"
     saving.rename(complete)
     _sync(folder)
     _drop_unnamed(complete)
-    _sweep(folder, iteration)
+    _sweep(folder, manifest.iteration)
 
 
 def _sweep(folder: Path, iteration: int) -> None:

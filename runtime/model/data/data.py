@@ -23,6 +23,7 @@ from slipstream.runtime.model.data.token_data import TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
 from slipstream.runtime.model.data.tokenized_text import tokenized
 from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_of
+from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.model.microbatch import Microbatch as Microbatch
 from slipstream.runtime.model.object_reference import load_reference
 from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
@@ -66,7 +67,9 @@ class Data(Protocol):
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
         """What layer 0 takes, what the loss compares with, and what else layers may read, on the CPU.
 
-        All micro-batches have the same shapes. A named tuple lets layers read by name.
+        All micro-batches have the same shapes. A named tuple lets layers read by name. Where there is also
+        `begin_at(iteration, samples)`, it is called before anything is read, in a run that goes on from a checkpoint
+        of another grid: so many samples were read before that iteration.
         """
 
 
@@ -127,15 +130,16 @@ def gives_more(training: TrainingConfig) -> bool:
     return training.document_end is not None or training.data is not None or training.validation_data is not None
 
 
-def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
+def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,), read: SamplesRead = FROM_THE_START) -> Data:
     """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
 
-    Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
+    Samples are counted on from those that runs on other grids have `read`. Raises ConfigError when the text cannot be
+    read or is shorter than a sequence, the user's function cannot be imported, or the data cannot count on.
     """
     if config.training.data is not None:
-        return _own(config, config.training.data, microbatches)
+        return _own(config, config.training.data, microbatches, read)
     if config.training.tokens is not None or config.training.tokenizer is not None:
-        return _tokens(config, microbatches)
+        return _tokens(config, microbatches, read)
     path = config.training.text
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
@@ -146,7 +150,7 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     return Corpus(torch.from_numpy(text), config.training.seed)
 
 
-def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
+def _own(config: RunConfig, name: str, microbatches: Sequence[int], read: SamplesRead) -> Data:
     """Data of the user's own. Raises ConfigError unless they are what `Data`, or `IterationData`, says."""
     make: Callable[[RunConfig], Any]
     if name == "torchtitan":
@@ -158,6 +162,13 @@ def _own(config: RunConfig, name: str, microbatches: Sequence[int]) -> Data:
     try:
         data: Any = make(config)
         digest: object = data.digest
+        if read != FROM_THE_START:
+            if not callable(getattr(data, "begin_at", None)):
+                raise ConfigError(f"training.data is {name!r}: the checkpoint's {read.iteration} iterations have read "
+                                  f"{read.samples} samples, those of this job would have read another number, and the "
+                                  "data have no method begin_at(iteration, samples) that counts on; go on with the "
+                                  "same micro-batches")
+            data.begin_at(*read)
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -188,7 +199,7 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
     return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
 
 
-def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
+def _tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRead) -> TokenData:
     training, vocabulary = config.training, vocabulary_of(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
@@ -198,7 +209,7 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
         source = f"training.text is {training.text!r}"
         tokens = tokenized(Path(training.text), Path(training.tokenizer), vocabulary)
     given: dict[str, Any] = {"vocabulary": vocabulary, "context": config.model.context, "microbatches": microbatches,
-                             "seed": training.seed, "shuffle": training.shuffle}
+                             "seed": training.seed, "shuffle": training.shuffle, "read": read}
     if training.document_end is None:
         return TokenData(source, tokens, **given)
     return DocumentData(source, tokens, **given, document_end=training.document_end, batch=training.batch)

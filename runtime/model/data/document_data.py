@@ -77,6 +77,7 @@ class DocumentData(TokenData):
     def _ended(self, iteration: int) -> NDArray[np.bool_]:
         """[micro-batches, B, T]: which tokens end a document."""
         count = self._first[-1] * self._batch
-        rows = self._rows(range(iteration * count, (iteration + 1) * count), self._context)
+        first = self._read.before(iteration, count)
+        rows = self._rows(range(first, first + count), self._context)
         ended: NDArray[np.bool_] = (rows[:, :-1] == self._end).reshape(-1, self._batch, self._context)
         return ended

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.model.data.sample_order import permuted
-from slipstream.runtime.model.microbatch import Microbatch
+from slipstream.runtime.model.microbatch import FROM_THE_START, Microbatch, SamplesRead
 from slipstream.runtime.model.seeds import derive_seed
 
 BLOCKS, BLOCK = 64, 2**16
@@ -43,12 +43,14 @@ class TokenData:
         Of each pipeline in an iteration.
     shuffle
         Whether each epoch has an order of its own; else samples are read as they lie.
+    read
+        The number from which samples are counted on.
 
     Raises ConfigError where there is not one sample, or a token beyond the vocabulary is found.
     """
 
     def __init__(self, source: str, tokens: NDArray[Any], *, vocabulary: int, context: int,
-                 microbatches: Sequence[int], seed: int, shuffle: bool) -> None:
+                 microbatches: Sequence[int], seed: int, shuffle: bool, read: SamplesRead = FROM_THE_START) -> None:
         if len(tokens) <= context:
             raise ConfigError(f"{source}, of {len(tokens)} tokens; expected at least {context + 1}, one more than "
                               "model.context")
@@ -58,6 +60,7 @@ class TokenData:
         self._first = list(accumulate(microbatches, initial=0))
         self._seed = seed
         self._shuffle = shuffle
+        self._read = read
         self.samples = (len(tokens) - 1) // context
         """Of an epoch."""
         info = np.iinfo(tokens.dtype)
@@ -78,8 +81,9 @@ class TokenData:
 
         Raises BadTokenError.
         """
-        first = microbatch.iteration * self._first[-1] + self._first[microbatch.pipeline] + microbatch.index
-        window = torch.from_numpy(self._rows(range(first * batch, (first + 1) * batch), context))
+        first = self._read.before(microbatch.iteration, self._first[-1] * batch) \
+            + (self._first[microbatch.pipeline] + microbatch.index) * batch
+        window = torch.from_numpy(self._rows(range(first, first + batch), context))
         return window[:, :-1], window[:, 1:]
 
     def _rows(self, places: range, context: int) -> NDArray[np.int64]:

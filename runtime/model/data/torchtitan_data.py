@@ -17,6 +17,7 @@ from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.cross_entropy import IGNORED
 from slipstream.runtime.model.layers.torchtitan.specification import parsed
+from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 
 KEPT = 8
 """Iterations that can be gone back without reading from the beginning."""
@@ -57,6 +58,15 @@ class TorchtitanData:
             self._loader = HuggingFaceTextDataLoader.Config(dataset=options["dataset"],
                                                             dataset_path=options.get("dataset_path"))
         self.digest = self._digest()
+        self._read_before = FROM_THE_START
+        self._open()
+
+    def begin_at(self, iteration: int, samples: int) -> None:
+        """See `slipstream.runtime.model.data.data.Data`."""
+        if samples % self._batch:
+            raise ConfigError(f"training.data is 'torchtitan', and {samples} samples were read before; expected a "
+                              f"multiple of training.batch, {self._batch}")
+        self._read_before = SamplesRead(iteration, samples)
         self._open()
 
     def _digest(self) -> str:
@@ -67,7 +77,7 @@ class TorchtitanData:
         return found.hexdigest()
 
     def _open(self) -> None:
-        """Begin with the first sample."""
+        """Begin with the first sample that was not read before."""
         try:
             tokenizer = self._tokenizer.build(tokenizer_path=self._assets)
             self._data: Any = self._loader.build(
@@ -76,7 +86,9 @@ class TorchtitanData:
         except Exception as error:  # whatever tokenizers and data sets raise
             raise ConfigError(f"training.data is 'torchtitan', which cannot be read: {type(error).__name__}: "
                               f"{first_line(error)}") from error
-        self._next, self._stream = 0, iter(self._data)
+        self._next, self._stream = self._read_before.iteration, iter(self._data)
+        for _ in range(self._read_before.samples // self._batch):
+            _sample(self._next, self._stream)
         self._states = OrderedDict[int, Any]()
 
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
