@@ -4,6 +4,9 @@ from hypothesis import strategies as st
 
 from slipstream.planner.job.file import JobError, parse_job, placement_table
 from slipstream.planner.job.megatron import layout_counts, layout_text
+from slipstream.schedules.check import check
+from slipstream.schedules.schedule import Worker
+from tests.runtime.running import schedule_for
 
 JOB = """pipelines = 1
 stages = {}
@@ -31,6 +34,7 @@ def test_there_and_back(decoders, own):
     ("E||t|L", (1, 0, 1, 1)),
     ("Ettt|(tt|)*2t*2L", (4, 2, 2, 3)),
     ("E(t|t)*2,tL", (2, 2, 3)),
+    ("Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", (3, *[2] * 34, 3, *[2] * 3, 2)),  # Megatron-Bridge 5391
 ])
 def test_known_layouts(layout, counts):
     if counts is None:
@@ -55,6 +59,13 @@ def test_a_job_takes_a_layout_for_its_layers():
     job = parse_job(JOB.format(2, "'Et|tt|t|tL'"))
     assert (job.layers, job.columns) == ((2, 2, 1, 2), (0, 1, 0, 1))
     assert placement_table(job) == {"chunks": 2, "order": "interleaved", "layers": [2, 2, 1, 2]}
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(8, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL"), (2, "E||t|L"), (4, "E||t|L")])
+def test_jobs_of_layouts_are_planned_around_a_dead_worker(stages, layers):
+    job = parse_job(JOB.format(stages, f"'{layers}'").replace("pipelines = 1", "pipelines = 2"))
+    schedule = schedule_for(job, ["1.1"])
+    assert not check(schedule) and not {seat.worker for seat in schedule.seats} & {Worker(1, 1)}
 
 
 @pytest.mark.parametrize(("stages", "layers", "says"), [
