@@ -1,6 +1,8 @@
 """`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
+import shlex
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +87,7 @@ from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
 from slipstream.runtime.processes.launchers import Launched, announce, find, to_open
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.process_title import name_process
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
@@ -122,8 +125,10 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
-    if ctx.obj == PROGRAM and here.node == 0 and coordinator_timeout:
-        started_again(folder, _say)
+    if ctx.obj == PROGRAM:
+        if here.node == 0 and coordinator_timeout:
+            started_again(folder, _say)
+        name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
@@ -160,7 +165,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
         with refusals():
-            require_trainable(wanted, config)
+            require_trainable(wanted, config, resume_from)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
     for line in rehearsals.never(config.training.iterations):

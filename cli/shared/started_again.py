@@ -5,6 +5,7 @@ it. What has been killed leaves its workers alive, and the next one goes on with
 """
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from slipstream.runtime.launch import Restarts
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.stop_signals import SIGNALS
 from slipstream.runtime.run_folder import left_behind
 
-MEANT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+MEANT = (*SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 """Signals that tell a run to end."""
-PASSED_ON = {signal.SIGINT, signal.SIGTERM}
+PASSED_ON = set(SIGNALS)
 
 
 def started_again(folder: Path, say: Callable[[str], None]) -> None:
@@ -29,6 +32,7 @@ def started_again(folder: Path, say: Callable[[str], None]) -> None:
     if not sys.platform.startswith("linux"):
         return
     restarts, parent = Restarts(), os.getpid()
+    name_process("node 0's watch", shlex.join(sys.argv[1:]))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     while True:
         child = os.fork()

@@ -20,6 +20,8 @@ from typing import Protocol, TypeVar, cast
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.stop_signals import WARNINGS
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Schedule
 
@@ -123,9 +125,12 @@ def _become_apart(pipe: int, work: Callable[[], object], *, awaited: bool) -> No
     status = 1
     try:
         signal_at_death_of_parent(signal.SIGKILL)
+        name_process("planner")
         signal.set_wakeup_fd(-1)
         os.setpgid(0, 0)  # Ctrl-C is for the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in WARNINGS:
+            signal.signal(number, signal.SIG_IGN)
         os.dup2(pipe, 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # a connection that the parent ends would stay open else
         if not awaited:

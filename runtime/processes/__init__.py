@@ -11,6 +11,7 @@
     descriptors            how many files and connections a process may have open, and node 0 needs
     start_limit            how many processes a node starts for another
     faults                 whether and when a worker that has crashed is started again
+    process_title          what ps, top and nvidia-smi show
     stop_signals           SIGTERM and Ctrl-C
     launchers              what torchrun, srun or mpirun have set in the environment
 """

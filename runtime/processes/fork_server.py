@@ -40,6 +40,7 @@ from slipstream.runtime.processes.fork_server_messages import (
     decode_news,
     user_of,
 )
+from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS
 from slipstream.runtime.protocol.authentication import VARIABLE
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -74,8 +75,8 @@ class ForkServer:
     def __init__(self) -> None:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
         # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
-        # SIGTERM, which schedulers send to all processes, stays blocked there, and in a worker until that handles it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        # What schedulers send to all processes stays blocked there, and SIGTERM in a worker until that handles it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_SCHEDULERS)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

@@ -32,6 +32,7 @@ from slipstream.runtime.processes.fork_server_messages import (
     user_of,
 )
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
+from slipstream.runtime.processes.process_title import name_process
 
 IDLE_SECONDS = 600.0
 """How long the server waits for something to do before it looks again."""
@@ -207,6 +208,7 @@ def main() -> None:
     """Serve until the launcher closes the socket."""
     from slipstream.runtime.worker import main as worker
 
+    name_process("fork server")
     worker.warm_up()
     gc.freeze()  # else the collector would write to, and so copy, all that the processes share
     try:

@@ -1,5 +1,5 @@
-"""SIGTERM, which schedulers send before they take a machine, and Ctrl-C: the first asks for a good end, the next one
-ends at once."""
+"""What schedulers send before they take a machine, SIGTERM, SIGUSR1 or SIGUSR2, and Ctrl-C: the first asks for a good
+end, the next one ends at once."""
 
 import signal
 import threading
@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REPEATED_SECONDS: dict[int, float] = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a job asks SLURM to send before its time is over, or it is preempted (`sbatch --signal`), to all processes or to
+some. Workers need not know: their launchers end the run."""
+FROM_SCHEDULERS = (signal.SIGTERM, *WARNINGS)
+SIGNALS = (signal.SIGINT, *FROM_SCHEDULERS)
+REPEATED_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
+OTHERS_REPEATED_SECONDS = 5.0
 """So soon after another, a signal is the same one: schedulers send SIGTERM to all processes, and torchrun passes it on
 to its own; a terminal and torchrun do so with Ctrl-C; Linux tells of a parent's death once for each of its threads."""
 GRACE_SECONDS = 20.0
@@ -45,7 +50,7 @@ class StopSignals:
     def handle(self, number: int, _: object) -> None:
         """For signal.signal."""
         now = time.monotonic()
-        if self._handled is not None and now - self._handled < REPEATED_SECONDS[number]:
+        if self._handled is not None and now - self._handled < REPEATED_SECONDS.get(number, OTHERS_REPEATED_SECONDS):
             return
         self._handled = now
         if self._ask is None or self.received is not None:

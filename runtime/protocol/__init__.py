@@ -9,6 +9,7 @@
     setup                what a worker must know before its first order
     failure_injection    failures on purpose
     rendezvous           addresses, and torch's key-value store
+    interfaces           by which network workers reach each other
 
 Each worker and each node agent has one connection to the coordinator, which runs in the launcher of node 0. Messages
 are pushed, and arrive in the order in which they were sent. msgspec checks each against its type; nothing is ever

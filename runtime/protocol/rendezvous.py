@@ -1,9 +1,8 @@
 """The coordinator's address, and torch's key-value store, which holds the addresses of process groups."""
 
-import contextlib
+import errno
+import os
 import socket
-import struct
-import sys
 from datetime import timedelta
 
 import msgspec
@@ -47,12 +46,22 @@ def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezv
     Raises RendezvousError.
     """
     wanted = rendezvous or Rendezvous(LOOPBACK, 0)
-    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     try:
-        listener = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
+        listener = _listen_at_any(wanted)
     except OSError as error:
         raise RendezvousError(f"cannot listen at {wanted}: {reason_of(error)}") from None
     return listener, Rendezvous(wanted.host, listener.getsockname()[1])
+
+
+def _listen_at_any(wanted: Rendezvous) -> socket.socket:
+    """Listen at the first of a name's addresses, of either family, that this machine has. Raises OSError."""
+    first: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            first = first or error
+    raise first or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
@@ -72,30 +81,3 @@ def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPSt
     except DistError as error:
         raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
                               f"{reason_of(error)}") from None
-
-
-def address_towards(rendezvous: Rendezvous) -> str:
-    """This machine's address on the network of node 0, where other workers reach it. Raises OSError."""
-    family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((rendezvous.host, rendezvous.port))
-        return str(probe.getsockname()[0])
-
-
-def interface_towards(rendezvous: Rendezvous) -> str | None:
-    """The network interface by which this machine reaches node 0; None where it cannot be told.
-
-    Gloo by default listens on the address of the host's name, which on many machines other machines cannot reach.
-    """
-    if not sys.platform.startswith("linux") or ":" in rendezvous.host:
-        return None
-    import fcntl
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        address = socket.inet_aton(address_towards(rendezvous))
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                if fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24] == address:  # SIOCGIFADDR
-                    return name
-    return None

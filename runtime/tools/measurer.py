@@ -1,7 +1,6 @@
 """One of the processes that profile a model: it computes beside the others, then exchanges tensors with them."""
 
 import math
-import os
 import statistics
 import threading
 import time
@@ -21,7 +20,8 @@ from slipstream.runtime.model.layers.worker_group import enter_group
 from slipstream.runtime.model.passed import TensorForm, carrier_form, gradient_form
 from slipstream.runtime.model.state.holding import build_holding, gradient_dtype, without_memory
 from slipstream.runtime.model.state.parts import cut
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
+from slipstream.runtime.protocol.interfaces import name_interface
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.part_exchange import PartExchange
@@ -375,10 +375,7 @@ def _bytes_of(form: TensorForm) -> int:
 def measure(data: bytes) -> bytes:
     """One measuring process."""
     task = _TASK.decode(data)
-    interface = interface_towards(task.rendezvous)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "")
-    if interface is not None:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    name_interface(task.rendezvous)
     if task.config.training.share_devices:
         claim_own_host(f"{task.worker}:{task.rank}")
     return msgspec.json.encode(_Measurer(task, connect_store(task.rendezvous)).answer())

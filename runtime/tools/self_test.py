@@ -1,13 +1,13 @@
 """Can two processes of this machine train together? They meet as workers do, and exchange a tensor and a sum."""
 
-import os
 import time
 
 import msgspec
 import torch
 
 from slipstream.runtime.processes.children import ChildError, Children
-from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
+from slipstream.runtime.protocol.interfaces import name_interface
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import Session
@@ -86,5 +86,5 @@ def _exchange(task: _Task) -> SelfTestResult:
 def meet(data: bytes) -> bytes:
     """One of the two processes."""
     task = _TASK.decode(data)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
+    name_interface(task.rendezvous)
     return msgspec.json.encode(_exchange(task))

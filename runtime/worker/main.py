@@ -1,7 +1,6 @@
 """One worker's process: it joins the run, and does as the coordinator says until it may leave."""
 
 import faulthandler
-import os
 import signal
 import sys
 import time
@@ -12,15 +11,17 @@ import torch
 
 from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.token_data import BadTokenError
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.state.holding import build_holding
-from slipstream.runtime.processes.worker_start import WorkerSpec
+from slipstream.runtime.processes.process_title import name_process
+from slipstream.runtime.processes.worker_start import WorkerSpec, process_name
 from slipstream.runtime.protocol import to_worker
 from slipstream.runtime.protocol.channel import Channel
 from slipstream.runtime.protocol.coordinator_link import Connect, CoordinatorLink
-from slipstream.runtime.protocol.rendezvous import RendezvousError, interface_towards
+from slipstream.runtime.protocol.rendezvous import RendezvousError
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.runtime.protocol.to_coordinator import Failed, JoinWorker
 from slipstream.runtime.protocol.to_worker import ToWorker
@@ -37,11 +38,9 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
     spec = _SPEC.decode(task)
+    name_process(f"worker {process_name(spec.worker, spec.rank)}")
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of a worker that hangs, into its log
-    interface = interface_towards(spec.coordinator)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "")
-    if interface is not None:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
     if spec.settings.config.training.share_devices:
         claim_own_host(f"{spec.worker}:{spec.rank}")
     try:
@@ -57,7 +56,7 @@ def main(task: bytes) -> int:
         except Exception as error:
             traceback.print_exc()
             link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
-                             everywhere=isinstance(error, BadTokenError | NoRoomError)))
+                             everywhere=isinstance(error, BadTokenError | NoRoomError | CheckpointError)))
         finally:
             link.close()
     except RendezvousError as error:

@@ -15,8 +15,9 @@ from slipstream.runtime.model.state.followed_part import SteppedPart
 from slipstream.runtime.model.state.holding import build_holding, build_layer
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.interfaces import name_interface
 from slipstream.runtime.protocol.node_reports import Reporter
-from slipstream.runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
+from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
 from slipstream.runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected, JoinWorker
 from slipstream.runtime.protocol.to_worker import Leave
 from slipstream.runtime.replay.links import Links
@@ -52,7 +53,8 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         reporter=Reporter(spec.rank, channel.send, settings.reports),
         links=Links(setup.transport), setup=channel.setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
-        corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
+        corpus=load_corpus(config, setup.microbatches, setup.read),
+        validation=load_validation(config, setup.microbatches),
         forms=[one.form() for one in setup.forms], layer_store=layer_store, injector=injector,
         memory=DeviceMemory(spec.worker, device),
         checkpointer=checkpointer,
@@ -60,7 +62,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
             layer_store.module,
             partial(SteppedPart, config=training, device=device, sharing=sharing), device, settings.secret,
             _FetchReports(spec.worker, channel, injector)),
-        layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
+        layer_sender=LayerSender(name_interface(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
 
 
 def _reach_store(spec: WorkerSpec, link: WorkerLink) -> TCPStore:

@@ -14,6 +14,7 @@ import msgspec
 from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, environment
 from slipstream.runtime.processes.fork_server_messages import Adopted
 from slipstream.runtime.processes.fork_server_process import _Server
+from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS
 from tests.runtime.launchers import START_SECONDS, Launcher
 
 HIGHEST = 4096
@@ -80,7 +81,7 @@ def fork_server_of_launcher() -> ForkServer:
 
 def serve(connection: socket.socket) -> None:
     """Be a fork server, at the other end of a connection, to the end."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_BLOCK, FROM_SCHEDULERS)
     os.dup2(connection.fileno(), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     connection.close()

@@ -13,7 +13,7 @@ from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest
 from slipstream.runtime.node_agent import join
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
+from slipstream.runtime.processes.stop_signals import REPEATED_SECONDS, SIGNALS, RunStopped
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import GRACE_SECONDS, JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
@@ -55,16 +55,16 @@ def assert_goes_on(out: Path, fork_server: ForkServer, lost: int = 0) -> None:
     assert losses == pytest.approx(list(reference.losses), rel=0, abs=1e-9)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_goes_on(number, fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [*map(signal.getsignal, SIGNALS)]
     error = stopped(tmp_path, fork_server, tell)
     assert error.number == number and str(error) == f"interrupted by {number.name}"
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [*map(signal.getsignal, SIGNALS)] == before
     assert 6 <= committed(tmp_path) <= 10 and not (tmp_path / "parameters").exists()
     assert_goes_on(tmp_path, fork_server)
     assert "Traceback" not in log_of(tmp_path)
@@ -87,6 +87,21 @@ def test_a_signal_that_is_repeated_at_once_is_the_same_one(fork_server, tmp_path
                 os.kill(pid, signal.SIGTERM)
 
     stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
+def test_a_warning_that_slurm_sends_to_all_processes_ends_the_run_once(fork_server, tmp_path):
+    """pytorch 154849: what `sbatch --signal=USR1@90` sends kills a process that does not know of it."""
+    def tell(iteration, _):
+        if iteration == 3:  # to workers alone: they survive it
+            for pid in fork_server.pids.values():
+                os.kill(pid, signal.SIGUSR1)
+        if iteration == 9:
+            for pid in [*fork_server.pids.values(), os.getpid()]:
+                os.kill(pid, signal.SIGUSR1)
+
+    assert stopped(tmp_path, fork_server, tell).number == signal.SIGUSR1
+    assert 10 <= committed(tmp_path) <= 14
     assert_goes_on(tmp_path, fork_server)
 
 

@@ -1,0 +1,98 @@
+"""Network interfaces: by which of them workers pass tensors and layers to each other.
+
+It is the one that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, else the one by which this machine reaches node 0.
+Gloo by default listens at the address of the host's name, which on many machines other machines cannot reach.
+"""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.runtime.protocol.rendezvous import Rendezvous
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_IPV6 = Path("/proc/net/if_inet6")
+_GET_ADDRESS = 0x8915
+"""SIOCGIFADDR of Linux."""
+
+
+class Interface(NamedTuple):
+    """An address of this machine, and the interface that has it."""
+
+    name: str
+    address: str
+
+
+def address_towards(rendezvous: Rendezvous) -> str:
+    """This machine's address on the network of node 0. Raises OSError where none of node 0's addresses has a route."""
+    first: OSError | None = None
+    for family, kind, _, _, address in socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                first = first or error
+    raise first or OSError(f"{rendezvous.host} has no address")
+
+
+def name_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
+    """Have gloo and NCCL use one interface, unless their variables name others; the address there for layers.
+
+    Raises OSError where this machine has no address on the network of node 0.
+    """
+    towards = address_towards(rendezvous)
+    found = choose_interface(interfaces(), environment, towards)
+    name = "" if found is None else found.name
+    environment.setdefault(GLOO, name)
+    if name:
+        environment.setdefault(NCCL, f"={name}")  # without the sign NCCL takes the first whose name begins so
+    return towards if found is None else found.address
+
+
+def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
+    """The interface that gloo's variable names, else NCCL's, else that with an address; None where there is none.
+
+    Of several addresses, one of the family of `towards` is taken.
+    """
+    known = sorted(known, key=lambda one: (":" in one.address) != (":" in towards))
+    exact = environment.get(GLOO, "").split(",")
+    by_nccl = environment.get(NCCL, "")
+    prefixes = [] if by_nccl.startswith("^") else by_nccl.removeprefix("=").split(",")
+    for name in filter(None, exact):
+        for one in known:
+            if one.name == name:
+                return one
+    for prefix in filter(None, prefixes):
+        for one in known:
+            if one.name == prefix or (not by_nccl.startswith("=") and one.name.startswith(prefix)):
+                return one
+    return next((one for one in known if one.address == towards), None)
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of this machine's interfaces, those of a link alone left out; none where it cannot be told (Linux).
+    """
+    found: list[Interface] = []
+    if not sys.platform.startswith("linux"):
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    with contextlib.suppress(OSError):
+        for line in _IPV6.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if not address.is_link_local:
+                found.append(Interface(name, str(address)))
+    return found
