@@ -12,7 +12,7 @@ from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.data.data import load_corpus, load_validation
+from slipstream.runtime.model.data.data import batch_form, load_corpus, load_validation, require_alike
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
 from slipstream.runtime.model.layers.sharing import sharing_of
@@ -56,6 +56,8 @@ class Fit:
     """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     elements: tuple[Elements, ...] = ()
     """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
+    data: FormSpec | None = None
+    """Of each micro-batch that the data give."""
 
 
 def samples_read(resume: Checkpoint | None, config: RunConfig, microbatches: Sequence[int]) -> SamplesRead:
@@ -84,6 +86,8 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches, read)
+    given = batch_form(config)
+    require_alike(corpus, config, schedule.grid.microbatches, given, read.iteration)
     require_known_costs(corpus, schedule, training, placement)
     load_validation(config, schedule.grid.microbatches)
     shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
@@ -99,7 +103,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
                tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                training.evaluate_every is not None
                or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None,
-               fitted_costs(corpus, training), elements)
+               fitted_costs(corpus, training), elements, FormSpec.of(given))
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
@@ -112,7 +116,7 @@ def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
-        forms=fit.forms, failure_domains=fit.domains.domains,
+        forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)

@@ -65,6 +65,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The layers of the model that the stages of each column have."""
     forms: tuple[FormSpec, ...]
     """Of what passes at each cut."""
+    data: FormSpec | None = None
+    """Of every micro-batch that the data give; None: whatever they are."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
     """Which workers share a machine (`runtime.failure_domains`), where they keep parts of each other's states."""
     loss_scale: float

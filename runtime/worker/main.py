@@ -13,7 +13,7 @@ from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
 from slipstream.runtime.model.computing.slices import SliceRunner
-from slipstream.runtime.model.data.token_data import BadTokenError
+from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.processes.process_title import name_process
@@ -56,7 +56,7 @@ def main(task: bytes) -> int:
         except Exception as error:
             traceback.print_exc()
             link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
-                             everywhere=isinstance(error, BadTokenError | NoRoomError | CheckpointError)))
+                             everywhere=isinstance(error, BadSampleError | NoRoomError | CheckpointError)))
         finally:
             link.close()
     except RendezvousError as error:

@@ -9,7 +9,7 @@ from itertools import product
 from torch import Tensor
 
 from slipstream.runtime.model.computing.slices import Slices
-from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated
+from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, require_form
 from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.layers.calling import Batch, on_device
 from slipstream.runtime.model.state.clipping import watches_gradients
@@ -37,6 +37,7 @@ class Training:
         self._part = part
         self._session = part.session
         self._reports = reports
+        self._form = None if context.setup.data is None else context.setup.data.form()
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[Slices | Exchange]()
         """What has tensors of micro-batches."""
@@ -186,7 +187,10 @@ class Training:
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device
-        return on_device(data.batch(microbatch, config.training.batch, config.model.context), device)
+        found = data.batch(microbatch, config.training.batch, config.model.context)
+        if self._form is not None and data is self._part.context.corpus:
+            require_form(found, self._form, microbatch)
+        return on_device(found, device)
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:

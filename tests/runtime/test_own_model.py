@@ -10,13 +10,14 @@ from torch import nn
 
 from slipstream.planner.job.file import parse_job
 from slipstream.runtime.config import ConfigError, parse_run_config
-from slipstream.runtime.launch import run
+from slipstream.runtime.launch import Resilience, RunError, run
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.state.holding import build_holding
+from tests.runtime.failing import JOB, planned
 from tests.runtime.forked import own_fork_server
-from tests.runtime.running import assert_same_numbers, judge, schedule_for
+from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-model.md"
 
@@ -87,6 +88,77 @@ def gpt2_block() -> nn.Module:
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     return GPT2Block(GPT2Config(n_embd=32, n_head=4, attn_implementation="sdpa"), 0).double()
+
+
+class ToldOfNothing(torch.autograd.Function):
+    """A product that does not ask for the work of W."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.flatten(0, -2).T @ gradient.flatten(0, -2)
+
+
+class WithOwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.linear = nn.Parameter(torch.randn(32, 32)), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.linear(ToldOfNothing.apply(x, self.own).tanh())
+
+
+class OfOwnFunctions:
+    layers = 3
+
+    def __init__(self, _config, _seed, dtype, device) -> None:
+        self.dtype, self.device = dtype, device
+
+    def build(self, layer):
+        return [nn.Embedding(256, 32), WithOwnFunction(), nn.Linear(32, 256)][layer].to(self.dtype)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_function_that_is_not_told_of_w_has_its_gradients_in_i_and_the_numbers_of_one_backward(here) -> None:
+    """pytorch 166577: an own autograd.Function under a split backward."""
+    config = parse_run_config({"name": f"{__name__}:OfOwnFunctions", "context": 8}, {"dtype": "float64"})
+    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    holding = build_holding(model, [1], config.training)
+    stage = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
+    value, gradient = (torch.randn(2, 8, 32, dtype=torch.float64) for _ in range(2))
+    stage.forward(Microbatch(0, 0, 0), value, split=True)
+    passed = stage.backward_input(Microbatch(0, 0, 0), gradient)
+    early = {name: parameter.grad.clone() for name, parameter in holding.parameters().items()}
+    stage.backward_weight(Microbatch(0, 0, 0))
+    layer, x = holding.modules[1], value.requires_grad_()
+    parameters = dict(layer.named_parameters())
+    whole = torch.autograd.grad(layer(x), [x, *parameters.values()], gradient)
+    assert torch.equal(passed, whole[0])
+    for name, expected in zip(parameters, whole[1:], strict=True):
+        torch.testing.assert_close(holding.parameters()[f"1.{name}"].grad, expected, rtol=0, atol=1e-12)
+        assert bool(early[f"1.{name}"].any()) is (name == "own"), name
+
+
+@pytest.mark.parametrize(("data", "error", "says"), [
+    ("AtOnce", ConfigError, r"\(int64 \[1, 5\], int64 \[1, 5\]\) for micro-batch 1 of pipeline 0 in iteration 0, and \("
+                            r"int64 \[1, 4\].* pad them"),
+    ("Later", RunError, r"\(int64 \[1, 8\], int64 \[1, 8\]\) for micro-batch \d of pipeline \d in iteration 3"),
+])
+def test_lengths_that_change_end_the_run_in_one_line(data, error, says, tmp_path) -> None:
+    """Megatron-LM 5100: they deadlocked pipelines. Workers here died one after the other, until one was left."""
+    config = tiny(iterations=8, data=f"tests.runtime.growing_data:{data}")
+    with own_fork_server() as fork_server, pytest.raises(error, match=says) as caught:
+        run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server,
+            resilience=Resilience(scheduler=planned(JOB)))
+    assert "\n" not in str(caught.value)
+    assert len(losses_in(tmp_path)) <= 3
 
 
 def test_own_data(here) -> None:

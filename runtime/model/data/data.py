@@ -7,7 +7,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +19,18 @@ from torch import Tensor
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.data.document_data import DocumentData, Packed
-from slipstream.runtime.model.data.token_data import TokenData
+from slipstream.runtime.model.data.token_data import BadSampleError, TokenData
 from slipstream.runtime.model.data.token_file import map_tokens
 from slipstream.runtime.model.data.tokenized_text import tokenized
 from slipstream.runtime.model.layers.hugging_face.configuration import vocabulary_of
 from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.model.microbatch import Microbatch as Microbatch
 from slipstream.runtime.model.object_reference import load_reference
-from slipstream.runtime.model.passed import TensorForm, TupleForm, form_of
+from slipstream.runtime.model.passed import Form, TensorForm, TupleForm, form_of
 from slipstream.runtime.model.seeds import derive_seed
 
+LOOKED_AT = 64
+"""Micro-batches of the user's own data that are read before a run, to see that they are alike."""
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
 _KEY = re.compile(r"training\.(text|tokens|data)\b")
@@ -108,8 +110,8 @@ class _ByIterations:
             if iteration not in self._kept:
                 found = self._data.samples(iteration, self._first[-1])
                 if len(found) != self._first[-1]:
-                    raise ConfigError(f"the data give {len(found)} samples for iteration {iteration}; expected "
-                                      f"{self._first[-1]}, one for each micro-batch of all pipelines")
+                    raise BadSampleError(f"the data give {len(found)} samples for iteration {iteration}; expected "
+                                         f"{self._first[-1]}, one for each micro-batch of all pipelines")
                 self._kept = {kept: samples for kept, samples in self._kept.items() if abs(kept - iteration) == 1}
                 self._kept[iteration] = found
             return self._kept[iteration]
@@ -230,6 +232,30 @@ def batch_form(config: RunConfig) -> TupleForm:
     form = form_of(given)
     assert isinstance(form, TupleForm)
     return form
+
+
+def require_alike(data: Data, config: RunConfig, microbatches: Sequence[int], form: Form, iteration: int) -> None:
+    """Read micro-batches of an iteration of the user's own data. Raises BadSampleError where one is of another form."""
+    names = (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
+             for index in range(count))
+    for name in islice(names, LOOKED_AT) if config.training.data is not None else ():
+        require_form(data.batch(name, config.training.batch, config.model.context), form, name)
+
+
+def require_form(given: object, form: Form, name: Microbatch) -> None:
+    """Raises BadSampleError where a micro-batch is not of the form of all: tensors of its form are waited for."""
+    found = form_of(given) if isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given) else None
+    if found != form:
+        raise BadSampleError(
+            f"the data give {_told(found)} for micro-batch {name.index} of pipeline {name.pipeline} in iteration "
+            f"{name.iteration}, and {_told(form)} for the first; expected the same shapes for all: pad them, and tell "
+            "loss and layers where they end")
+
+
+def _told(form: Form | None) -> str:
+    shapes = [] if not isinstance(form, TupleForm) else [
+        f"{str(one.dtype).removeprefix('torch.')} {[*one.shape]}" for one in form.tensors]
+    return f"({', '.join(shapes)})" if shapes else "no tuple of tensors"
 
 
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

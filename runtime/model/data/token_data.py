@@ -26,8 +26,12 @@ LOOKED_THROUGH = 2**25
 """Tokens that are looked through for one beyond the vocabulary before training; each sample is when it is read."""
 
 
-class BadTokenError(ConfigError):
-    """A token that the model does not have. Other workers would read it as well: it ends the run."""
+class BadSampleError(ConfigError):
+    """Samples that no worker can train on. Others would read the same: it ends the run."""
+
+
+class BadTokenError(BadSampleError):
+    """A token that the model does not have."""
 
 
 class TokenData:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.errors import first_line
+from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.layers.cross_entropy import IGNORED
 from slipstream.runtime.model.layers.torchtitan.specification import parsed
 from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
@@ -123,6 +124,6 @@ def _sample(iteration: int, stream: Iterator[Any]) -> Sample:
     try:
         inputs, targets = next(stream)
     except StopIteration:
-        raise ConfigError(f"training.data is 'torchtitan', which has no samples left for iteration {iteration}"
+        raise BadSampleError(f"training.data is 'torchtitan', which has no samples left for iteration {iteration}"
                           ) from None
     return Sample(inputs["input"], targets, inputs["positions"])
