@@ -33,10 +33,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -47,6 +48,7 @@ from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest
@@ -211,7 +213,7 @@ def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally:
 @functools.cache
 def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> ReferenceResult:
     """The same training in one process; computed once."""
-    return reference_run(config, microbatches, iterations)
+    return reference_run(config, microbatches, iterations, torch.device(choose_device(config.training.device)))
 
 
 @contextmanager
@@ -251,10 +253,11 @@ def starting_with(lines: str) -> Iterator[None]:
             os.environ["PYTHONPATH"] = path or ""
 
 
-def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, leaks: Leaks, tally: Tally) -> str | None:
-    """The run of one seed; what went wrong, in one line."""
+def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, leaks: Leaks, tally: Tally,
+            training: Mapping[str, Any] = {}) -> str | None:
+    """The run of one seed; what went wrong, in one line. `training` replaces keys of `[training]`."""
     rng = random.Random(seed)
-    made = [setting for name, setting in settings(options.grid, options.iterations).items()
+    made = [setting for name, setting in settings(options.grid, options.iterations, training).items()
             if not options.kind or name in options.kind]
     setting, node_0_dies = made[seed % len(made)], rng.random() < options.node_0
     wrong = None

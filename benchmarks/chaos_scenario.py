@@ -105,11 +105,13 @@ UNEVEN = {"data": "tests.runtime.uneven_data:Uneven", "loss_weights": "tokens"}
 """As `[training]` has it."""
 
 
-def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
+def settings(grid: str, iterations: int, training: Mapping[str, Any] = {}) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
     two processes, and that with the latter; with sharded optimizer state, by itself and with others; with nodes that
     die, and roles that move; with samples that are not alike, by itself and with others; each of them with and without
     clipping.
+
+    `training` replaces keys of `[training]`; on GPUs, workers may be silent for longer.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -122,9 +124,10 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
         config = parse_run_config(model, {**data, "batch": 1, "dtype": "float64", "device": "cpu",
                                           "iterations": iterations, "clip_norm": clip_norm,
                                           "tensor_parallel": more.get("ranks", 1),
-                                          "shard_optimizer": more.get("shards", False)})
+                                          "shard_optimizer": more.get("shards", False), **training})
         name = kind if clip_norm is None else f"{kind}-clipped"
-        made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations, **more)
+        made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations,
+                                   heartbeat_timeout_seconds=10.0 if config.training.device == "cuda" else 1.0, **more)
     return made
 
 

@@ -2,6 +2,8 @@
 
     python -m benchmarks.per_op [--stages 2] [--microbatches 8] [--width 32] [--iterations 150] [--repeats 5] [--json]
 
+(`benchmarks.devices` runs it on GPUs, also with large layers.)
+
 A GPT so small that most of the time is the runtime's own, over gloo, a process a stage, one thread each. `table` is
 torch's runtime for orders of ops, given ours as CSV; `1F1B` its own class for that one schedule. Runs take turns; the
 quickest of each counts, as other programs can only delay. Seconds of an iteration, with data, optimizer step and, here,
@@ -16,32 +18,33 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.plan import plan_job
-from slipstream.runtime.config import RunConfig, parse_run_config
+from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
-from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype, split_layers
+from slipstream.runtime.model.layers.layered_model import autocast, model_for, parameter_dtype, split_layers
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.schedules.schedule import OpKind, Schedule
 from slipstream.schedules.torchcsv import write_order
 
 LIMIT = 1.0
 WARM_UP = 20
-Rival = Literal["table", "1F1B"]
+Rival = Literal["table", "1F1B", "zero-bubble"]
+"""Torch's runtime for orders of ops, given ours; its own schedules: two stages a worker for the last."""
 
 
 class Comparison(NamedTuple):
@@ -51,6 +54,8 @@ class Comparison(NamedTuple):
     schedule: Schedule
     config: RunConfig
     rivals: tuple[Rival, ...]
+    warm_up: int = WARM_UP
+    """Iterations before those that are measured."""
 
     @property
     def ops(self) -> int:
@@ -85,15 +90,17 @@ class OpCosts(NamedTuple):
         return self.ours.cpu / self.torchs.cpu
 
 
-def settings(stages: int, microbatches: int, width: int, iterations: int) -> list[Comparison]:
-    """1F1B, and a schedule that splits the backward."""
+def settings(stages: int, microbatches: int, width: int, iterations: int, model: Mapping[str, object] = {},
+             training: Mapping[str, object] = {}, warm_up: int = WARM_UP) -> list[Comparison]:
+    """1F1B, and a schedule that splits the backward. `model` and `training` replace keys of these tables."""
     zero_first = [0] + [1] * (stages - 1)
     job = parse_job(f"pipelines = 1\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\nforward = 1\n"
                     f"backward_input = {zero_first}\nbackward_weight = 1\noptimizer = 1\n")
-    config = parse_run_config({"blocks": 2 * stages - 2, "width": width, "heads": 2, "context": 8},
-                              {"batch": 1, "device": "cpu", "iterations": iterations, "backend": "gloo"})
-    return [Comparison("1F1B", plan_job(job, method="1f1b").schedule, config, ("table", "1F1B")),
-            Comparison("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",))]
+    config = parse_run_config({"blocks": 2 * stages - 2, "width": width, "heads": 2, "context": 8, **model},
+                              {"batch": 1, "device": "cpu", "iterations": iterations, "backend": "gloo", **training})
+    return [Comparison("1F1B", plan_job(job, method="1f1b").schedule, config, ("table", "1F1B"), warm_up),
+            Comparison("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",),
+                       warm_up)]
 
 
 def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
@@ -101,14 +108,14 @@ def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
     ends: list[tuple[float, float]] = []
 
     def note(iteration: int, _: float) -> None:
-        if iteration in (WARM_UP, setting.config.training.iterations - 1):
+        if iteration in (setting.warm_up, setting.config.training.iterations - 1):
             ends.append((time.perf_counter(), sum(map(cpu_seconds, fork_server.pids.values()))))
 
     with tempfile.TemporaryDirectory() as folder:
         run(setting.schedule, setting.config, out=Path(folder), options=RunOptions(traced=0), fork_server=fork_server,
             progress=note)
     (began, ran), (ended, ran_then) = ends
-    iterations = setting.config.training.iterations - 1 - WARM_UP
+    iterations = setting.config.training.iterations - 1 - setting.warm_up
     return Cost((ended - began) / iterations, (ran_then - ran) / iterations)
 
 
@@ -124,25 +131,32 @@ def torchs(setting: Comparison, rival: Rival) -> Cost:
         path = Path(folder)
         (path / "order.csv").write_text(write_order(setting.schedule))
         multiprocessing.start_processes(_torch_worker, (setting.config.to_json(), setting.schedule.grid.depth,
-                                                        setting.schedule.grid.total_microbatches, rival, str(path)),
+                                                        setting.schedule.grid.total_microbatches, rival,
+                                                        setting.warm_up, str(path)),
                                         nprocs=setting.schedule.grid.depth, start_method="forkserver")
         stages = range(setting.schedule.grid.depth)
         costs = [Cost(*json.loads((path / f"cost-{rank}").read_text())) for rank in stages]
         return Cost(costs[0].wall, sum(cost.cpu for cost in costs))
 
 
-def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: Rival, folder: str) -> None:
+def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: Rival, warm_up: int,
+                  folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=stages)
     config = RunConfig.from_json(text)
-    training, cpu = config.training, torch.device("cpu")
-    model = model_for(config.model, training.seed, parameter_dtype(training), cpu)
-    ranges = split_layers(model.layers, stages)
-    module = nn.Sequential(*(model.build(layer) for layer in range(*ranges[rank])))
-    schedule = _torch_schedule(rival, PipelineStage(module, rank, stages, cpu), microbatches, model.loss, folder)
-    matrices = [one for one in module.parameters() if one.dim() >= 2]
-    vectors = [one for one in module.parameters() if one.dim() < 2]
+    training, device = config.training, _device(config.training, rank, stages)
+    distributed.init_process_group("gloo" if device.type == "cpu" else "nccl", init_method=f"file://{folder}/meeting",
+                                   rank=rank, world_size=stages)
+    model = model_for(config.model, training.seed, parameter_dtype(training), device)
+    own = [rank, rank + stages] if rival == "zero-bubble" else [rank]
+    ranges = split_layers(model.layers, stages * len(own))
+    modules = [nn.Sequential(*(model.build(layer) for layer in range(*ranges[index]))).to(device) for index in own]
+    parts = [PipelineStage(module, index, stages * len(own), device)
+             for module, index in zip(modules, own, strict=True)]
+    schedule = _torch_schedule(rival, parts, microbatches, model.loss, folder)
+    parameters = [one for module in modules for one in module.parameters()]
+    matrices = [one for one in parameters if one.dim() >= 2]
+    vectors = [one for one in parameters if one.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": training.weight_decay},
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=training.learning_rate, betas=training.betas, fused=True)
@@ -151,35 +165,49 @@ def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: R
     def iterate(iteration: int) -> None:
         tokens, targets = zip(*(corpus.batch(Microbatch(iteration, 0, number), training.batch, config.model.context)
                                 for number in range(microbatches)), strict=True)
-        if rank == 0:
-            schedule.step(torch.cat(tokens))
-        elif rank == stages - 1:
-            losses: list[Tensor] = []
-            schedule.step(target=torch.cat(targets), losses=losses)
-            torch.stack(losses).mean().item()
-        else:
-            schedule.step()
+        with autocast(training, device):
+            if rank == 0:
+                schedule.step(torch.cat(tokens).to(device))
+            elif rank == stages - 1:
+                losses: list[Tensor] = []
+                schedule.step(target=torch.cat(targets).to(device), losses=losses)
+                torch.stack(losses).mean().item()
+            else:
+                schedule.step()
         optimizer.step()
         optimizer.zero_grad()
 
-    for iteration in range(WARM_UP):
+    for iteration in range(warm_up):
         iterate(iteration)
     distributed.barrier()
     began, ran = time.perf_counter(), time.process_time()
-    for iteration in range(WARM_UP, training.iterations):
+    for iteration in range(warm_up, training.iterations):
         iterate(iteration)
     distributed.barrier()
-    cost = [(end - start) / (training.iterations - WARM_UP)
+    cost = [(end - start) / (training.iterations - warm_up)
             for start, end in ((began, time.perf_counter()), (ran, time.process_time()))]
     (Path(folder) / f"cost-{rank}").write_text(json.dumps(cost))
     distributed.destroy_process_group()
 
 
-def _torch_schedule(rival: Rival, stage: PipelineStage, microbatches: int, loss: Callable[[Tensor, Tensor], Tensor],
-                    folder: str) -> Any:
+def _device(training: TrainingConfig, rank: int, stages: int) -> torch.device:
+    """Of a rank. On fewer cards than ranks, each is a machine of its own to NCCL, which refuses two on a card else."""
+    if training.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < stages:
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _torch_schedule(rival: Rival, parts: list[PipelineStage], microbatches: int,
+                    loss: Callable[[Tensor, Tensor], Tensor], folder: str) -> Any:
     if rival == "1F1B":
-        return Schedule1F1B(stage, microbatches, loss_fn=loss)
-    schedule = _PipelineScheduleRuntime([stage], microbatches, loss_fn=loss)
+        return Schedule1F1B(parts[0], microbatches, loss_fn=loss)
+    if rival == "zero-bubble":
+        return ScheduleInterleavedZeroBubble(cast(Any, parts), microbatches, loss_fn=loss)
+    schedule = _PipelineScheduleRuntime(cast(Any, parts), microbatches, loss_fn=loss)
     schedule._load_csv(f"{folder}/order.csv")
     return schedule
 

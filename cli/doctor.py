@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.console import duration, err, out, print_json
 from slipstream.cli.shared.interrupts import importing
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.version import version
@@ -30,9 +30,6 @@ PERIOD = 30.0
 MARKS = {"ok": ("✓", "green"), "absent": ("–", "yellow"), "failed": ("✗", "red")}
 
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")]
-Devices = Annotated[bool, typer.Option("--devices", help="Train on this machine's devices for a few minutes instead, "
-                                       "and print one page of what was measured.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="What `--devices` trains on.")]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -45,17 +42,12 @@ class Finding(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-def doctor(quick: Quick = False, devices: Devices = False, device: Device = "auto", json: Json = False) -> None:
+def doctor(quick: Quick = False, json: Json = False) -> None:
     """Report what is installed and which backends work, and test planning, checking and communication.
 
-    The test takes a few seconds, most of it to load torch in two processes. With `--devices`, transports are checked
-    for what they promise, losses of a run that loses a worker are compared with those of one process, and planned
-    times and memory with measured ones. Without a GPU, that is done on the CPU.
-    Exits 1 when something that Slipstream needs does not work.
+    The test takes a few seconds, most of it to load torch in two processes. Exits 1 when something that Slipstream
+    needs does not work.
     """
-    if devices:
-        _measure_devices(device, json=json)
-        return
     findings = []
     with err.status("looking"):
         for finding in _findings(quick):
@@ -70,28 +62,6 @@ def doctor(quick: Quick = False, devices: Devices = False, device: Device = "aut
                   style="bold green" if well else "bold red")
     if not well:
         raise typer.Exit(1)
-
-
-def _measure_devices(wanted: Literal["auto", "cpu", "cuda"], *, json: bool) -> None:
-    with importing():
-        import torch
-
-        from slipstream.cli import devices
-    cards = torch.cuda.device_count()
-    if wanted == "cuda" and not cards:
-        refuse("here is no GPU that torch can use: leave --device out, and the CPU is measured")
-    if wanted == "auto" and not cards:
-        err.print("no GPU that torch can use: the CPU is measured")
-    try:
-        with err.status("looking") as status:
-            title, found = devices.page("cpu" if wanted == "cpu" or not cards else "cuda", status.update)
-    except devices.DevicesError as error:
-        err.print(str(error), style="red")
-        raise typer.Exit(1) from None
-    if json:
-        print_json({"title": title, **found})
-    else:
-        out.print(devices.markdown(title, found), soft_wrap=True)
 
 
 def _print(finding: Finding, *, first: bool) -> None:

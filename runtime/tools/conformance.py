@@ -1,7 +1,7 @@
-"""What every transport promises to replay (`runtime.replay.session`): checks that `slipstream doctor --devices` runs.
+"""What every transport promises to replay (`runtime.replay.session`): checks that tests and `benchmarks.devices` run.
 
-Each is a function of a team: workers in threads of one process, over gloo on CPUs, gloo beside GPUs, or NCCL. They
-raise NotConformingError. Tests run them for a double that stands for NCCL, too.
+Each is a function of a team: workers in threads of one process, or in processes of their own, over gloo on CPUs, gloo
+beside GPUs, NCCL, or a double that stands for it. They raise NotConformingError.
 """
 
 import threading
@@ -105,21 +105,6 @@ class Team:
         for member in self.members:
             member.links.close()
         self._pool.shutdown(wait=False)
-
-
-def run(transport: str) -> int:
-    """Run all checks, each with a team of its own; how many there are. Raises NotConformingError."""
-    for name, check in CHECKS.items():
-        team = Team(transport)
-        try:
-            check(team)
-        except NotConformingError as error:
-            raise NotConformingError(f"{name}: {error}") from None
-        except Exception as error:
-            raise NotConformingError(f"{name}: {type(error).__name__}: {error}") from error
-        finally:
-            team.close()
-    return len(CHECKS)
 
 
 def pass_on(team: Team, sessions: Sequence[Session], ends: tuple[int, int], tensors: Sequence[Tensor],
@@ -291,7 +276,8 @@ def abort_of_a_meeting(team: Team) -> None:
 
 
 def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
-    """One leaves while it waits for the other, which then finds where it was, and fails, or waits for good."""
+    """One leaves while it waits for the other, which then finds where it was, and fails, or waits for good. Gloo may
+    also reach the socket at which the first has listened, and take that for a connection."""
     for worker in WORKERS:
         team.store.set(f"order1/kept {worker}:0", "{}")  # each has said that it has no group of an order before
     made = {place: team.session(team.members[place]) for place in (first, second)}
@@ -299,9 +285,12 @@ def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
     for place, one in made.items():
         begun = team.begin(team.members[place], partial(one.connect, pairs=pairs))
         time.sleep(HELD_UP_SECONDS)
-        _expect(place == second or not begun.done(), "it did not wait for the other")
+        over = begun.done()
+        _expect(place == second or not over, "it did not wait for the other")
         one.abort()
-        _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it")
+        error = begun.exception(RELEASED_SECONDS)
+        _expect(isinstance(error, CommunicationError) or (over and error is None and not team.ordered),
+                f"an abort did not end it: {error!r}")
 
 
 def abort_at_any_time(team: Team, size: int) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -129,14 +130,15 @@ def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
     """Profiled bytes of each stage, by what they are of, against those of processes."""
-    lines = []
-    for index in range(STAGES):
+    def measured(index: int) -> dict[str, int]:
         answer = subprocess.run([sys.executable, "-m", "slipstream.runtime.tools.stage_memory", str(index),
                                  config.to_json()],
                                 check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
-        measured = json.loads(answer.stdout)
-        lines += [Line(index, what, sizes[index], measured[what]) for what, sizes in profiled.items()]
-    return lines
+        return cast(dict[str, int], json.loads(answer.stdout))
+
+    with ThreadPoolExecutor(STAGES) as pool:
+        return [Line(index, what, sizes[index], found[what])
+                for index, found in enumerate(pool.map(measured, range(STAGES))) for what, sizes in profiled.items()]
 
 
 if __name__ == "__main__":

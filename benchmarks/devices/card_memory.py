@@ -1,0 +1,70 @@
+"""What each process holds on a card, as its driver says: with what torch does not know of."""
+
+import subprocess
+import threading
+from typing import Self
+
+import torch
+
+from slipstream.runtime.processes.fork_server import ForkServer
+
+LOOK_SECONDS = 0.5
+
+
+class CardMemory(threading.Thread):
+    """Looks again and again, within a `with`, at the processes of a fork server."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        super().__init__(daemon=True)
+        self._fork_server = fork_server
+        self._over = threading.Event()
+        self.most: dict[str, int] = {}
+        """Bytes, by the name of the process."""
+        self.used = 0
+        """Bytes of all processes on all cards, at most."""
+        self.total = 0
+
+    def run(self) -> None:
+        """Until the end of the `with`."""
+        while not self._over.wait(LOOK_SECONDS):
+            names = {pid: name for name, pid in tuple(self._fork_server.pids.items())}
+            for pid, size in held_by_process().items():
+                if pid in names:
+                    self.most[names[pid]] = max(size, self.most.get(names[pid], 0))
+            used, self.total = cards()
+            self.used = max(self.used, used)
+
+    def __enter__(self) -> Self:
+        if torch.cuda.device_count():
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self.is_alive():
+            self.join()
+
+
+def held_by_process() -> dict[int, int]:
+    """Bytes of each process on all cards, by pid."""
+    found: dict[int, int] = {}
+    for pid, size in query("compute-apps=pid,used_memory"):
+        found[int(pid)] = found.get(int(pid), 0) + int(size) * 2**20
+    return found
+
+
+def cards() -> tuple[int, int]:
+    """Bytes that are used, and all, of all cards."""
+    lines = [(int(used), int(total)) for used, total in query("gpu=memory.used,memory.total")]
+    return sum(used for used, _ in lines) * 2**20, sum(total for _, total in lines) * 2**20
+
+
+def query(what: str) -> list[list[str]]:
+    """What nvidia-smi answers, line by line; nothing where there is no such program."""
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], capture_output=True,
+                              text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return [line for line in lines if all(word and "N/A" not in word for word in line)]

@@ -1,0 +1,38 @@
+"""`benchmarks.chaos` on the devices of this machine, until the time is over."""
+
+import argparse
+import itertools
+import time
+
+import torch
+
+from benchmarks.chaos import TOLERANCE, one_run
+from benchmarks.chaos_checks import Leaks, Tally
+from benchmarks.devices.report import Report
+from benchmarks.devices.training import training
+from slipstream.runtime.processes.fork_server import ForkServer
+
+KINDS = ["plain", "settling", "sharded-settling", "roles-clipped", "slow-settling"]
+"""Those whose workers are a process each."""
+FIRST_SEED = 300
+RUN_SECONDS = 20.0
+"""None is begun when less is left."""
+
+
+def storm(report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float) -> None:
+    """The step."""
+    torch.set_num_threads(1)
+    options = argparse.Namespace(grid="2x2", iterations=40, kind=KINDS, node_0=0.0, log=None, keep=None)
+    total, leaks, until, wrong = Tally(), Leaks(), time.monotonic() + seconds, list[str]()
+    for seed in itertools.count(FIRST_SEED):
+        if time.monotonic() > until - RUN_SECONDS:
+            return
+        one = Tally()
+        failed = one_run(seed, options, fork_server, leaks, one, training(device, transport))
+        total.join(one)
+        if failed is not None:
+            wrong.append(f"seed {seed}: {failed.splitlines()[0]}")
+            report.row(f"chaos, seed {seed}", failed.splitlines()[0], works=False)
+        lines = total.report().splitlines()
+        report.row("chaos", f"{'; '.join(lines)}{'' if total.deviation <= TOLERANCE else ', too large'}; "
+                   f"{len(wrong)} runs went wrong", events=total.events, deviation=total.deviation)

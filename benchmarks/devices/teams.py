@@ -1,0 +1,308 @@
+"""The checks of `runtime.tools.conformance` for workers in processes of their own, as NCCL demands on one card.
+
+A check is a function of a team, and calls the members one by one. Here all processes run the same check at the same
+time. What concerns one member is carried out in its process, and the others are told its outcome, so that all of them
+take the same way: a call in the check's main thread begins once all processes are there, and what `begin` starts runs
+in a thread of its owner, as in a team of threads. Tensors that such a call has changed are copied to all processes.
+"""
+
+import pickle
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.devices.crew import Crew, CrewError
+from benchmarks.devices.crew import Member as Process
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.membership import Membership
+from slipstream.runtime.replay.session import Session
+from slipstream.runtime.tools.conformance import CHECKS, NCCL, STAGED, WORKERS, Member, NotConformingError, Team
+from slipstream.runtime.torch_private import TCPStore
+
+DOUBLE = "double of NCCL"
+"""The one that tests use, on CPUs."""
+MODULES = {DOUBLE: ("tests.runtime.over_double",)}
+"""What processes import for a transport."""
+CHECK_SECONDS = 45.0
+"""A check that takes longer hangs: most take a second, on a busy machine a few."""
+LOOK_SECONDS = 0.0005
+_PLAIN = (bool, int, float, str, bytes, type(None), BaseException)
+
+
+class Agreement:
+    """The outcomes of one check, by which all processes take the same way through it."""
+
+    def __init__(self, store: TCPStore, name: str, place: int, size: int) -> None:
+        self.place = place
+        self._store, self._name, self._size = store, name, size
+        self._number = 0
+        self._objects: dict[tuple[int, int], Elsewhere] = {}
+        self._numbers: dict[int, int] = {}
+        """Of objects of this process, by their `id`."""
+        self._kept: list[object] = []
+        self.given: dict[int, list[Tensor]] = defaultdict(list)
+        """Tensors that calls of each member may change."""
+        self.inside = threading.local()
+        """Has `owner` in threads that `begin` has started: there, objects of the owner are called directly."""
+
+    def outcome(self, owner: int, call: Callable[[], Any]) -> Any:
+        """What a call gives or raises in its owner's process, once all processes are here."""
+        self._number += 1
+        key = f"{self._name} {self._number}"
+        self._store.add(f"{key} here", 1)
+        if owner == self.place:
+            self._wait(lambda: self._store.add(f"{key} here", 0) == self._size)
+            try:
+                told = True, self.portable(call())
+            except Exception as error:
+                told = False, error
+            self._store.set(key, pickle.dumps(told))
+        else:
+            self._wait(lambda: self._store.check([key]))
+            told = pickle.loads(self._store.get(key))  # noqa: S301  # of a process of this step
+        well, value = told
+        if not well:
+            raise value
+        return self.local(value)
+
+    def fail(self) -> None:
+        """This process has left the check: the others need not wait for it."""
+        self._store.add(f"{self._name} failed", 1)
+
+    def portable(self, value: Any) -> Any:
+        """What stands for a value in other processes: objects are numbered, and tensors are on the CPU."""
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, Tensor):
+            return value.detach().cpu()
+        if isinstance(value, Elsewhere):
+            return value.reference
+        if isinstance(value, Mapping):
+            return {key: self.portable(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.portable(one) for one in value]
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return _Reference(self.place, self._numbers[id(value)])
+
+    def local(self, value: Any) -> Any:
+        """What a check sees of such a value."""
+        if isinstance(value, _Reference):
+            key = value.owner, value.number
+            if key not in self._objects:
+                there = self._kept[value.number] if value.owner == self.place else None
+                self._objects[key] = Elsewhere(self, value, there)
+            return self._objects[key]
+        if isinstance(value, dict):
+            return {key: self.local(one) for key, one in value.items()}
+        return [self.local(one) for one in value] if isinstance(value, list) else value
+
+    def share(self, owner: int, value: object) -> Any:
+        """An object that is only made in its owner's process."""
+        return self.outcome(owner, lambda: value)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CHECK_SECONDS
+        while not ready():
+            if self._store.check([f"{self._name} failed"]):
+                raise NotConformingError("another worker has failed")
+            if time.monotonic() > deadline:
+                raise NotConformingError("another worker did not come")
+            time.sleep(LOOK_SECONDS)
+
+
+class _Reference(NamedTuple):
+    """An object of another process."""
+
+    owner: int
+    number: int
+
+
+class Elsewhere:
+    """An object of one member's process: its methods are carried out there, and all are told what they give."""
+
+    def __init__(self, agreement: Agreement, reference: _Reference, there: object) -> None:
+        self._agreement, self.reference, self.there = agreement, reference, there
+
+    def __getattr__(self, name: str) -> Any:
+        if getattr(self._agreement.inside, "owner", None) == self.reference.owner:
+            return getattr(self.there, name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        if getattr(self._agreement.inside, "owner", None) == self.reference.owner:  # it was looked up before
+            return getattr(self.there, name)(*arguments, **named)
+        return self._agreement.outcome(self.reference.owner,
+                                       lambda: getattr(self.there, name)(*_own(arguments), **named))
+
+
+class Begun:
+    """What `ProcessTeam.begin` has started: as a Future, as far as checks need that."""
+
+    def __init__(self, agreement: Agreement, owner: int, future: "Future[Any]") -> None:
+        self._agreement, self._owner, self._future = agreement, owner, future
+
+    def done(self) -> bool:
+        """Check whether it has ended."""
+        return bool(self._agreement.outcome(self._owner, self._future.done))
+
+    def exception(self, timeout: float) -> BaseException | None:
+        """Wait for its end, and give what it has raised."""
+        return cast(BaseException | None, self._agreement.outcome(
+            self._owner, lambda: self._future.exception(timeout)))
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for its end, and give what it has given."""
+        given = self._agreement.given[self._owner]
+        result, tensors = self._agreement.outcome(self._owner, lambda: (self._future.result(timeout), given))
+        for mine, theirs in zip(given, tensors, strict=True):
+            if self._owner != self._agreement.place:
+                mine.copy_(theirs)
+        return result
+
+
+class ProcessTeam(Team):
+    """Workers that communicate over one transport, of which this process is one."""
+
+    def __init__(self, transport: str, agreement: Agreement, address: Rendezvous) -> None:
+        self.store = connect_store(address)
+        self.ordered = "gloo" not in transport
+        self._agreement = agreement
+        device = torch.device("cuda", agreement.place % torch.cuda.device_count()) if transport in {STAGED, NCCL} \
+            else torch.device("cpu")
+        self.members = [Member(worker, device, Links("nccl" if self.ordered else "gloo")) for worker in WORKERS]
+        self._ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
+        self._pool = ThreadPoolExecutor(2 * len(WORKERS))
+        self._sessions: list[Session] = []
+
+    def session(self, member: Member, order: int = 1) -> Session:
+        """One that is not connected."""
+        owner, made = self._ranks[member.worker], None
+        if owner == self._agreement.place:
+            made = Session(Membership(order, self._ranks, member.worker), links=member.links, device=member.device,
+                           store=self.store)
+            self._sessions.append(made)
+        return cast(Session, self._agreement.share(owner, made))
+
+    def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Call in a thread of the member's process."""
+        owner = self._ranks[member.worker]
+
+        def work() -> Any:
+            self._agreement.inside.owner = owner
+            return call(*_own(arguments))
+
+        future = super().begin(member, work) if owner == self._agreement.place else Future[Any]()
+        given = self._agreement.given[owner]
+        given += [one for one in _tensors(arguments) if not any(one is known for known in given)]
+        return cast("Future[Any]", Begun(self._agreement, owner, future))
+
+
+def _own(value: Any) -> Any:
+    """What a call in its owner's process is given: objects themselves, where they are there."""
+    if isinstance(value, Elsewhere):
+        return value if value.there is None else value.there
+    if isinstance(value, list | tuple) and not isinstance(value, Member):
+        return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ():
+        yield from _tensors(one)
+
+
+def check_transport(process: Process) -> None:
+    """In each of the processes: run checks, and tell of each what is wrong, if anything is."""
+    transport, place = process.task["transport"], process.place
+    for name in process.task["modules"]:
+        import_module(name)
+    if transport in {STAGED, NCCL}:
+        torch.cuda.set_device(place % torch.cuda.device_count())
+    opened = []
+    for name in process.task["checks"]:
+        if place == 0:
+            store, address = host_store()
+            opened.append(store)
+            process.store.set(f"store of {name}", f"{address}")
+        address = Rendezvous.parse(process.store.get(f"store of {name}").decode())
+        agreement = Agreement(process.store, name, place, process.size)
+        team = ProcessTeam(transport, agreement, address)
+        began, wrong = time.monotonic(), None
+        try:
+            CHECKS[name](team)
+        except Exception as error:
+            wrong = str(error) if isinstance(error, NotConformingError) else f"{type(error).__name__}: {error}"
+            agreement.fail()
+        finally:
+            team.close()
+        process.tell(check=name, wrong=wrong, seconds=time.monotonic() - began)
+        if wrong is not None:
+            return
+
+
+class Checked(NamedTuple):
+    """How a transport has done."""
+
+    passed: int
+    failures: dict[str, str]
+    """What is wrong, by the names of checks."""
+    left: int
+    """Checks for which there was no time."""
+
+    def __str__(self) -> str:
+        text = f"{self.passed} of {len(CHECKS)}"
+        text += f", {self.left} not run" if self.left else ""
+        first = next(iter(self.failures.items()), None)
+        return text if first is None else f"{text}; {first[0]}: {first[1]}"
+
+
+def check_in_processes(transport: str, fork_server: ForkServer, log: Path, seconds: float,
+                       names: Sequence[str] = (), told: Callable[[str], None] = lambda _: None,
+                       modules: Sequence[str] = ()) -> Checked:
+    """Run all checks, or those of some names, within a time. Processes that have failed a check are replaced. They
+    import `modules`."""
+    left, failures, passed = list(names or CHECKS), dict[str, str](), 0
+    until = time.monotonic() + seconds
+    while left and time.monotonic() < until:
+        wrong, counts = None, Counter[str]()
+        tasks = [{"transport": transport, "checks": left, "modules": (*MODULES.get(transport, ()), *modules)}
+                 ] * len(WORKERS)
+        current, words = left[0], list[str]()
+        with Crew(fork_server, f"{__name__}:check_transport", tasks, log) as crew:
+            try:
+                for _, said in crew.news(min(CHECK_SECONDS, max(1.0, until - time.monotonic()))):
+                    counts[said["check"]] += 1
+                    words += [said["wrong"]] if said["wrong"] is not None else []
+                    if counts[current] < len(WORKERS):
+                        continue
+                    if words:
+                        break
+                    left, passed = left[1:], passed + 1
+                    current = left[0] if left else ""
+                    if time.monotonic() > until:
+                        break
+            except CrewError as error:
+                words.append(str(error))
+        if words and left:
+            wrong = next((one for one in words if not one.startswith("another worker")), words[0])
+            failures[left[0]] = wrong
+            told(f"{left[0]}: {wrong}")
+            left = left[1:]
+    return Checked(passed, failures, len(left))
+
+

@@ -1,0 +1,361 @@
+"""Whole runs on the devices of this machine: that numbers survive a death, and what large layers take."""
+
+import math
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from benchmarks.devices.card_memory import CardMemory
+from benchmarks.devices.report import Report, mebibytes, milliseconds, read_rows
+from benchmarks.per_op import cpu_seconds
+from slipstream.cli.profile import job_tables, layer_table
+from slipstream.planner.failures import FailurePlanner
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.job.toml import job_text
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import plan_only
+from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
+from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.events import Event, FetchBegun, HandedOver, OrderGiven, Resumed, SettlingChosen
+from slipstream.runtime.launch import Resilience, RunOptions, run
+from slipstream.runtime.model.layers.layered_model import split_layers
+from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.runtime.processes.stop_signals import RunStopped
+from slipstream.runtime.protocol.failure_injection import Injection
+from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
+from slipstream.runtime.tools.profile import Profile, profile
+from slipstream.runtime.tools.reference import reference_run
+from slipstream.runtime.tools.stage_memory import compare, job_bytes
+from slipstream.schedules.memory import memory_peaks
+from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
+
+PIPELINES = STAGES = 2
+LOST = Worker(1, 1)
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+"""Of losses against those of one process; in float32 sums in another order differ by more after each step."""
+SHORT_ITERATIONS, SHORT_LOST, SHORT_BACK = 16, 4, 7
+MANY = 1_000_000
+"""Iterations: the run is ended before."""
+LOOK_SECONDS = 0.1
+E = TypeVar("E", bound=Event)
+
+
+class Size(NamedTuple):
+    """Of the model that is trained, and of the measurement."""
+
+    blocks: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    microbatches: int
+    vocabulary: int
+    iterations: int
+    """Before the failure, and after it has settled."""
+    rounds: int
+    """Of the profile."""
+
+    def model(self) -> dict[str, int]:
+        """The `[model]` table."""
+        return {"blocks": self.blocks, "width": self.width, "heads": self.heads, "context": self.context,
+                "vocabulary": self.vocabulary}
+
+
+SMALL = Size(2, 64, 2, 32, 2, 4, 256, 3, 1)
+LARGE = Size(4, 4096, 32, 2048, 1, 4, 4096, 20, 3)
+"""Blocks as wide as those of Llama 3 8B: of four, each twice, with masters and AdamW, an 80 GB card holds all."""
+
+
+def training(device: str, transport: str, **more: object) -> dict[str, Any]:
+    """The `[training]` table."""
+    shares = device == "cuda" and transport == "nccl" and torch.cuda.device_count() < PIPELINES * STAGES
+    allowed = {"share_devices": True} if shares and "share_devices" in TrainingConfig.__struct_fields__ else {}
+    return {"device": device, "backend": transport, **allowed, **more}
+
+
+def guess(size: Size, table: Mapping[str, Any]) -> Job:
+    """A job whose times are to be measured."""
+    return parse_job(job_text({
+        "name": "device", "pipelines": PIPELINES, "stages": STAGES, "microbatches": size.microbatches,
+        "time": {"forward": 1, "backward_input": 1, "backward_weight": 1, "optimizer": 1},
+        "model": size.model(), "training": dict(table)}, {}))
+
+
+class Watch:
+    """Events of a run, and when its iterations were committed."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.commits: list[float] = []
+
+    def progress(self, *_: object) -> None:
+        """An iteration was committed."""
+        self.commits.append(time.monotonic())
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of a kind, in order."""
+        return [one for one in self.events if isinstance(one, kind)]
+
+
+def survive_a_death(report: Report, device: str, transport: str, dtype: str, fork_server: ForkServer) -> None:
+    """A worker of four dies and comes back; losses are compared with those of one process."""
+    name = f"{dtype}, {transport}"
+    job = guess(SMALL, training(device, transport, dtype=dtype, batch=SMALL.batch, iterations=SHORT_ITERATIONS))
+    config = parse_run_config(job.model, job.training)
+    first = plan_only(PlanOptions(method="greedy", time_limit=1.0), job, ()).schedule
+    watch = Watch()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            result = run(first, config, out=Path(folder) / "run", fork_server=fork_server, progress=watch.progress,
+                         options=RunOptions(observe=watch.events.append, notify=lambda news: print(news, flush=True)),
+                         resilience=Resilience(
+                             scheduler=FailurePlanner(job, first).after, heartbeat_timeout_seconds=15.0,
+                             injections=(Injection(LOST, SHORT_LOST, 3),), returns=(Return(LOST, SHORT_BACK),)))
+        except Exception:
+            print_logs(Path(folder) / "run")
+            raise
+    judged = reference_run(config, job.microbatches, SHORT_ITERATIONS, torch.device(device))
+    deviation = max(abs(found - expected) for found, expected in zip(result.losses, judged.losses, strict=True))
+    well = deviation <= TOLERANCES[dtype]
+    report.row(f"{name}: losses against one process, a worker lost", f"{deviation:.1e} apart at most"
+               + ("" if well else f", above {TOLERANCES[dtype]:g}"), transport=transport, dtype=dtype,
+               deviation=deviation, works=well)
+    resumed, orders = watch.of(Resumed), watch.of(OrderGiven)
+    pauses = [one for one in resumed if one.live == PIPELINES * STAGES - 1]
+    report.row(f"{name}: seconds", f"{watch.commits[0] - began:.1f} to the first commit, of which "
+               f"{orders[0].seconds:.1f} to the first order"
+               + "".join(f"; pause {one.pause:.2f} after the death" for one in pauses)
+               + "".join(f"; {done.seconds - begun.seconds:.2f} to fetch layers and join"
+                         for begun, done in zip(watch.of(FetchBegun), watch.of(HandedOver), strict=False))
+               + "".join(f"; {one.pause:.2f} to hand over" for one in resumed if one not in pauses),
+               pause=pauses[0].pause if pauses else None)
+
+
+def print_logs(folder: Path) -> None:
+    """The ends of the logs of a run that has failed."""
+    for path in sorted((folder / "logs").glob("*.log")):
+        print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:], sep="\n", flush=True)
+
+
+def train_large_layers(report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float) -> None:
+    """Profile, plan, train, lose a worker and settle, with bfloat16 parameters and float32 masters."""
+    size = LARGE if device == "cuda" else SMALL
+    until, began = time.monotonic() + seconds, time.monotonic()
+    wanted = guess(size, training(device, transport, dtype="bf16", master_weights=True, reduce_dtype="bf16",
+                                  batch=size.batch, iterations=MANY))
+    config = parse_run_config(wanted.model, wanted.training)
+    report.row("model", f"{size.blocks} blocks of width {size.width:,}, context {size.context:,}, batch {size.batch}, "
+               f"{size.microbatches} micro-batches in each of {PIPELINES} pipelines, over {transport}")
+    measured, by_layer = (measure(config, ranges, size, fork_server) for ranges in (
+        split_layers(size.blocks + 2, STAGES), [(layer, layer + 1) for layer in range(size.blocks + 2)]))
+    job = measured_job(wanted, measured, by_layer)
+    report.row("profiled", f"in {time.monotonic() - began:.0f} s, {measured.workers} at a time, over "
+               f"{measured.transport}: " + "; ".join(profile_texts(measured)))
+    memory = job_bytes(job_tables(wanted, measured))
+    report.row("held always, by stage", ", ".join(map(mebibytes, memory["always"])), bytes=memory)
+    first = plan_only(PlanOptions(time_limit=2.0), job, ()).schedule
+    record, card, host = trained(job, config, first, size, fork_server, until)
+    for row in run_rows(record, first, size, host):
+        report.row(*row)
+    for row in memory_rows(first, memory, card):
+        report.row(*row)
+
+
+def profile_texts(measured: Profile) -> Iterator[str]:
+    """Seconds of each op kind, by stage."""
+    for kind, name in (("F", "forward"), ("I", "backward_input"), ("W", "backward_weight"), ("O", "optimizer"),
+                       ("A", "all_reduce")):
+        yield f"{kind} {', '.join(milliseconds(getattr(stage, name)) for stage in measured.stages)}"
+    yield f"transfer {milliseconds(measured.transfer)}"
+
+
+def measure(config: RunConfig, ranges: Sequence[tuple[int, int]], size: Size, fork_server: ForkServer) -> Profile:
+    """What `slipstream profile` measures."""
+    return profile(config, ranges, copies=PIPELINES, workers=PIPELINES * STAGES, rounds=size.rounds,
+                   microbatches=PIPELINES * size.microbatches, fork_server=fork_server)
+
+
+def measured_job(wanted: Job, measured: Profile, by_layer: Profile) -> Job:
+    """The job file that `slipstream profile` writes."""
+    tables = job_tables(wanted, measured)
+    ranges = split_layers(len(by_layer.stages), STAGES)
+    tables["placement"] = {"layers": [end - begin for begin, end in ranges]}
+    tables["layers"] = layer_table(by_layer, ranges[0][1])
+    return parse_job(job_text(tables, {}))
+
+
+def trained(job: Job, config: RunConfig, first: Schedule, size: Size, fork_server: ForkServer, until: float
+            ) -> tuple[RunRecord, CardMemory, float | None]:
+    """A run that loses a worker and settles: its record, what its processes held on the card, and their CPU time of an
+    iteration."""
+    planner = FailurePlanner(job, first, settled_seconds=2.0)
+    host, marks = HostTime(fork_server), (size.iterations // 2, size.iterations)
+
+    def progress(iteration: int, _: float) -> None:
+        if iteration + 1 in marks:
+            host.mark()
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        out = Path(folder) / "run"
+        with CardMemory(fork_server) as card, stopped_when(out, lambda record: has_settled(record, size.iterations),
+                                                           until), suppress(RunStopped):
+            run(first, config, out=out, fork_server=fork_server, progress=progress,
+                options=RunOptions(notify=lambda news: print(news, flush=True)),
+                resilience=Resilience(
+                    scheduler=planner.after, rebalancer=planner, settling=Settling(mtbf_seconds=1e6),
+                    heartbeat_timeout_seconds=30.0, join_timeout_seconds=120.0,
+                    injections=(Injection(LOST, size.iterations, 3),)))
+        try:
+            return read_run(out), card, host.seconds_an_iteration(marks[1] - marks[0])
+        finally:
+            print_logs(out)
+
+
+class HostTime:
+    """Seconds that the workers' processes compute on the host."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        """Look now."""
+        self._marks.append(sum(map(cpu_seconds, self._fork_server.pids.values())))
+
+    def seconds_an_iteration(self, iterations: int) -> float | None:
+        """Between two looks; None where there were not two."""
+        return (self._marks[1] - self._marks[0]) / iterations if len(self._marks) == 2 else None
+
+
+@contextmanager
+def stopped_when(out: Path, enough: Callable[[RunRecord], bool], until: float) -> Iterator[None]:
+    """End the run of this process once there is enough of it, or the time is over."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_SECONDS):
+            with suppress(RunRecordError):
+                if time.monotonic() > until or enough(read_run(out)):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def has_settled(record: RunRecord, iterations: int) -> bool:
+    """So many iterations are measured with layers moved, or at once where moving them does not pay."""
+    chosen = next((one.event for one in reversed(record.events) if isinstance(one.event, SettlingChosen)), None)
+    phase = "settled" if chosen is None or chosen.settles else "at once"
+    return any(one.order.phase == phase and len(one.committed) > iterations for one in record.stretches)
+
+
+def run_rows(record: RunRecord, first: Schedule, size: Size, host: float | None) -> Iterator[tuple[str, str]]:
+    """What the run has measured."""
+    phases = {one.order.phase: one for one in sorted(record.stretches, key=lambda one: len(one.committed))}
+    tokens = size.batch * size.context * size.microbatches * PIPELINES
+    alone = op_seconds(first)
+    if whole := phases.get("whole"):
+        measured = whole.iteration_seconds or math.nan
+        yield periods("all four workers", whole, None)
+        yield "ops of an iteration, as profiled", (
+            f"{milliseconds(max(alone))} on the busiest worker, {milliseconds(sum(alone))} on all, which share "
+            f"the cards: measured / that {measured / sum(alone):.2f}")
+        yield "tokens/s", f"{tokens / measured:,.0f}"
+        if host is not None:
+            count = sum(op.kind in COMPUTE_KINDS for seat in first.seats for op in first.ops(seat.worker))
+            yield "CPU time of an op", f"{host / count * 1e6:,.0f} us, with all waiting for the card"
+    chosen = last(record, SettlingChosen)
+    if resumed := last(record, Resumed, PIPELINES * STAGES - 1):
+        yield "pause after a SIGKILL", f"{resumed.pause:.2f} s"
+    if at_once := phases.get("at once"):
+        yield periods("at once, three workers", at_once, chosen.present_period if chosen else None)
+    if chosen is None:
+        yield "settled, three workers", "not reached in the time"
+    elif not chosen.settles:
+        yield "settled, three workers", f"does not pay: predicted {milliseconds(chosen.settled_period)}"
+    elif settled := phases.get("settled"):
+        yield "layers moved", f"{chosen.moves_bytes / 1e6:,.1f} MB, expected {chosen.move_seconds:.1f} s"
+        if at_once and len(settled.committed) > 1:
+            yield "longest time between commits meanwhile", longest_gap(record, at_once, settled)
+        yield periods("settled, three workers", settled, chosen.settled_period)
+    losses = [one.loss for one in record.committed if one.loss is not None]
+    if losses:
+        begin, end = (statistics.fmean(some) for some in (losses[:10], losses[-10:]))
+        yield "loss, first and last ten iterations", f"{begin:.3f} to {end:.3f}, in {len(losses)} iterations"
+
+
+def op_seconds(schedule: Schedule) -> list[float]:
+    """What the ops of each worker take in an iteration, as planned."""
+    return [schedule.seconds(sum(op.end_ticks - op.start_ticks for op in schedule.ops(seat.worker)
+                                 if op.kind is not OpKind.A)) for seat in schedule.seats]
+
+
+def periods(what: str, stretch: Stretch, predicted: float | None) -> tuple[str, str]:
+    """Planned, predicted and measured seconds of an iteration."""
+    measured, planned = stretch.iteration_seconds, stretch.order.planned_period
+    if measured is None:
+        return what, f"planned {milliseconds(planned)}, none committed"
+    foreseen = "" if predicted is None else f"predicted {milliseconds(predicted)}, "
+    return what, (f"planned {milliseconds(planned)}, {foreseen}measured {milliseconds(measured)} "
+                  f"({measured / (predicted or planned):.2f}), {len(stretch.committed)} iterations")
+
+
+def longest_gap(record: RunRecord, at_once: Stretch, settled: Stretch) -> str:
+    """While layers move, in iterations of the schedule that runs meanwhile."""
+    begun = next(one.at for one in record.events if isinstance(one.event, FetchBegun))
+    gap = max(one.took for one in record.committed if begun <= one.at <= settled.committed[1].at)
+    return f"{gap / (at_once.iteration_seconds or math.nan):.2f} iterations"
+
+
+def last(record: RunRecord, kind: type[E], live: int | None = None) -> E | None:
+    """The last event of a kind; of those with so many workers, if that is given."""
+    return next((one.event for one in reversed(record.events) if isinstance(one.event, kind)
+                 and (live is None or getattr(one.event, "live", live) == live)), None)
+
+
+def memory_rows(first: Schedule, memory: Mapping[str, Sequence[int]], card: CardMemory) -> Iterator[tuple[str, str]]:
+    """What each worker was to hold on its card, and what it has held, as the driver says."""
+    if not card.most:
+        yield "memory of each worker on the card", "needs a card"
+        return
+    unit = first.memory.unit if first.memory else 1
+    for worker, peak in sorted(memory_peaks(first).items()):
+        planned = memory["always"][worker.column] + peak * unit
+        found = card.most.get(str(worker))
+        yield f"memory of worker {worker}", f"planned {mebibytes(planned)}, " + (
+            "not seen by the driver" if found is None else
+            f"by the driver {mebibytes(found)} ({found / planned:.2f})")
+    yield "memory of the card, all processes", f"{mebibytes(card.used)} of {mebibytes(card.total)}"
+
+
+def compare_memory(report: Report, device: str, fork_server: ForkServer) -> None:
+    """Profiled bytes of each stage, by the step before if it was run, against those that torch has allocated for it, or
+    its process holds."""
+    size = LARGE if device == "cuda" else SMALL
+    wanted = guess(size, training(device, "gloo", dtype="bf16", master_weights=True, reduce_dtype="bf16",
+                                  batch=size.batch))
+    config = parse_run_config(wanted.model, wanted.training)
+    profiled = next((row.facts["bytes"] for row in read_rows(report.folder) if "bytes" in row.facts), None)
+    if profiled is None:
+        profiled = job_bytes(job_tables(wanted, measure(config, split_layers(size.blocks + 2, STAGES), size,
+                                                        fork_server)))
+    for line in compare(config, profiled):
+        report.row(f"{line.what}, stage {line.stage}", f"profiled {mebibytes(line.profiled)}, measured "
+                   f"{mebibytes(line.measured)} ({line.ratio:.2f})", ratio=line.ratio)

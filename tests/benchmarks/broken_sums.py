@@ -1,0 +1,5 @@
+"""For processes of tests to import: their sums of gradients do nothing."""
+
+from slipstream.runtime.replay.session import Session
+
+Session.sum_over_sharers = lambda *_: None  # type: ignore[method-assign, assignment]
