@@ -8,12 +8,14 @@ that of torchft's manager, which synchronises, asks for errors, and then votes.
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from slipstream.runtime.beside import Beside
 from slipstream.runtime.model.layers.worker_group import Connection
@@ -78,6 +80,8 @@ class Session:
         self._between_ranks: Connection | None = None
         self._sums: SumTree | None = None
         self._beside = Beside(device, "reductions", enqueues=self.ordered)
+        self._sends = Beside(device, "sends")
+        """Through host memory."""
         self._presences = 0
 
     def connect(self, sharers: Mapping[Shared, Sequence[Worker]] = {}, *,
@@ -119,11 +123,25 @@ class Session:
     def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
         """Start sending; computing goes on."""
         payload = tensor.detach().contiguous()
-        if self.staged:
-            payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
         with told_in_one_line(f"sending to worker {target}"):
             group, rank = self._way(self.worker, target)
-            return Outgoing(group.send([payload], rank, tag), payload, target)
+            work = self._send_staged(group, payload, rank, tag) if self.staged else group.send([payload], rank, tag)
+            return Outgoing(work, payload, target)
+
+    def _send_staged(self, group: Group, tensor: Tensor, rank: int, tag: int) -> Future[Work]:
+        """Send a tensor through pinned host memory once the device has made it, while the host goes on."""
+        begun, payload = Future[Work](), torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+        def send() -> None:
+            payload.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(self.device).synchronize()
+            try:
+                begun.set_result(group.send([payload], rank, tag))
+            except RuntimeError as error:
+                begun.set_exception(error)
+
+        self._sends.begin(send)
+        return begun
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
         """Make room for a tensor, and start receiving it."""
@@ -230,6 +248,7 @@ class Session:
         the time."""
         with _waiting("ending sums of gradients"):
             self._beside.drop()
+            self._sends.drop()
         while not self.over():
             time.sleep(DRAIN_SECONDS)
         if self.device.type == "cuda" and self.ordered:

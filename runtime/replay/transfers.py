@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,14 +29,16 @@ class CommunicationError(RuntimeError):
 class Outgoing:
     """A tensor being sent; it must live until it has been."""
 
-    work: Work
+    work: Work | Future[Work]
+    """What carries it; a future where that begins once the tensor is in host memory."""
     payload: Tensor
     target: Worker
 
     def wait(self) -> None:
         """Wait until the tensor may go. Raises CommunicationError."""
         with told_in_one_line(f"sending to worker {self.target}"):
-            self.work.wait()
+            work = self.work.result(TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
+            work.wait()
 
 
 @dataclass(frozen=True, slots=True)
