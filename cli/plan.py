@@ -29,6 +29,7 @@ from slipstream.cli.shared.options import (
     OutFile,
     Params,
     Seed,
+    Settings,
     Steps,
     TimeLimit,
     Verbose,
@@ -70,16 +71,17 @@ ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
 
-def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
-         optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0,
-         steps: Steps = None, params: Params = None, normalise: Normalise = False, layers: LayersMode = "fixed",
-         from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None,
-         out_file: OutFile = None, verbose: Verbose = False, json: Json = False) -> None:
+def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_node: FailedNode = None,
+         backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
+         time_limit: TimeLimit = 10.0, steps: Steps = None, params: Params = None, normalise: Normalise = False,
+         layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH,
+         seed: Seed = 0, given: Given = None, out_file: OutFile = None, verbose: Verbose = False,
+         json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
-    wanted = read_job_or_refuse(job)
+    wanted = read_job_or_refuse(job, settings)
     require_writable(out_file)
     if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:
         refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or "

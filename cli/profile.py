@@ -214,7 +214,9 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     from slipstream.runtime.config import ConfigError
+    from slipstream.runtime.replay.placement import with_ends
 
+    counts = with_ends(counts, layers)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
     if ends[-1] != layers or not all(counts):
         raise ConfigError(f"placement.layers is {list(counts)}; expected numbers above 0 whose sum is {layers}, the "

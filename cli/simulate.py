@@ -58,7 +58,7 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.interrupts import checking_interrupts
-from slipstream.cli.shared.options import ANSWER, JobFile, Json
+from slipstream.cli.shared.options import ANSWER, JobFile, Json, Settings
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
 from slipstream.planner.budget import STEP_SECONDS
 from slipstream.planner.job.file import Job
@@ -120,16 +120,16 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
     "Seconds in which this project's runtime, ReCycle's and torchft switch after a failure, as measured by you."))]
 
 
-def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
-             table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, failed: Failed = None,
-             days: Days = None, seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None, fail_slow: FailSlow = False,
-             tokens: Tokens = None, parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None,
-             steps: Steps = None, json: Json = False) -> None:
+def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, policy: Policies = None,
+             html: HtmlFile = None, table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None,
+             failed: Failed = None, days: Days = None, seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None,
+             fail_slow: FailSlow = False, tokens: Tokens = None, parameters: Parameters = 6.7e9, batch: Batch = None,
+             switch: Switch = None, steps: Steps = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
-    wanted = read_job_or_refuse(job)
+    wanted = read_job_or_refuse(job, settings)
     again = chosen_recomputation(job, wanted, PlanOptions())
     wanted = wanted if again is None else again.job
     kinds = _policies(policy)

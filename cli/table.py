@@ -21,6 +21,7 @@ from slipstream.cli.shared.options import (
     Optimizer,
     Params,
     Seed,
+    Settings,
     Steps,
 )
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, plan_options
@@ -49,7 +50,7 @@ OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metava
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
           jobs: Jobs = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 5.0, steps: Steps = None, params: Params = None, seed: Seed = 0,
-          json: Json = False) -> None:
+          settings: Settings = None, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     In one, roles move: live workers take over those of the dead where that costs least, and load their layers. The
@@ -60,7 +61,8 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
                            steps=steps, params=params, seed=seed)
     try:
-        text = read_job_text(job)  # once: what is planned is what is kept beside the table, even of a pipe
+        # Once: what is planned is what is kept beside the table, even of a pipe.
+        text = read_job_text(job, settings or ())
         read = parse_job(text, str(job))
     except JobError as error:
         refuse(error)

@@ -36,6 +36,7 @@ from slipstream.cli.shared.options import (
     MethodName,
     Optimizer,
     Params,
+    Settings,
     TimeLimit,
 )
 from slipstream.cli.shared.plan_summary import recomputation_lines
@@ -97,7 +98,8 @@ from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table
 
 
-def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
+def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule: ScheduleToFollow = None,
+          iterations: Iterations = None,
           failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
           optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 10.0, params: Params = None, dtype: Dtype = None, seed: TrainingSeed = None,
@@ -129,7 +131,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         if here.node == 0 and coordinator_timeout:
             started_again(folder, _say)
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
-    wanted = read_job_or_refuse(job)
+    wanted = read_job_or_refuse(job, settings)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
     if here.node > 0:
@@ -165,7 +167,9 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
         with refusals():
-            require_trainable(wanted, config, resume_from)
+            counted = require_trainable(wanted, config, resume_from)
+            if counted is not None:
+                _say(counted)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
     for line in rehearsals.never(config.training.iterations):

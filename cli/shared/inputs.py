@@ -3,7 +3,7 @@
 import errno
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,10 +59,10 @@ def table_or_refuse(folder: Path, option: str = "") -> Table:
         refuse(f"{option}{error}")
 
 
-def read_job_or_refuse(path: Path) -> Job:
-    """The job in a file."""
+def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
+    """The job in a file, with the keys of --set."""
     try:
-        return read_job(path)
+        return read_job(path, settings or ())
     except JobError as error:
         is_json = path.suffix == ".json" and is_there(path)
         refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)

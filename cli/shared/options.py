@@ -11,6 +11,8 @@ PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=(
+    "A key of the job file, such as training.learning_rate, with another value; may be repeated."))]
 ScheduleFile = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it."))]
 ScheduleFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]

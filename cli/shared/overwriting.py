@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.shared.console import refuse
+from slipstream.planner.job.file import extended_files
 
 OUTPUT_FILES = ("--out", "--html", "--perfetto", "--svg")
 """Options that name a file to write."""
@@ -15,6 +16,7 @@ FOLDER = "DIR"
 TABLE_FILES = frozenset({"index.json", "index.md", "job.toml", "programs.json.gz", "entries", "parts"})
 RUN_FILES = frozenset({"schedule.json", ".running.json", "losses.jsonl", "metrics.jsonl", "events.jsonl", "schedules",
                        "trace.json", "parameters", "hugging-face", "checkpoints", "logs"})
+JOB_SUFFIX = ".toml"
 CHECKPOINT = "manifest.json"
 
 
@@ -27,6 +29,7 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
     given = [(param, value) for param in params for value in _texts(values.get(param.name))]
     outputs = [(param, Path(value)) for param, value in given if is_output_file(param)]
     inputs = [Path(value) for param, value in given if not is_output_file(param)]
+    inputs += [base for path in inputs if path.suffix == JOB_SUFFIX for base in extended_files(path)]
     for index, (param, path) in enumerate(outputs):
         name = param.opts[0]
         for other, written in outputs[:index]:

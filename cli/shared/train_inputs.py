@@ -38,10 +38,10 @@ def require_fit(path: Path, grid: Grid, job: Job) -> None:
             refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
 
 
-def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> None:
+def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
     """What `run` will refuse of the model and the data, told before the time for planning is spent.
 
-    Raises ConfigError and PlacementError.
+    Returns a line where the job counts other layers than the model. Raises ConfigError and PlacementError.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with standing_in(training.tensor_parallel):
@@ -49,6 +49,10 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
     place(grid_of(job), model.layers)
     load_corpus(config, job.microbatches, samples_read(resume, config, job.microbatches))
     load_validation(config, job.microbatches)
+    counted = sum(job.layers or ()) // job.chains
+    return None if counted in (0, model.layers) else (
+        f"the job counts {counted} decoder layers, the model {model.layers}: its first one, the embedding, is with the "
+        "first of them, and its last one, the head, with the last")
 
 
 def read_table(path: Path, job: Job) -> Table:

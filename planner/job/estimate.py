@@ -253,7 +253,7 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
                    "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again.",
                    f"weights: those {layout.held_bytes:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
-        "placement": ["Model layers of each stage; embedding and head come on top."],
+        "placement": ["Decoder layers of each stage; the embedding is with the first of them, the head with the last."],
         "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
     }
     if layout.tensor_parallel > 1:

@@ -5,6 +5,7 @@ Errors are one line that names the file, the key, the value and what was expecte
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from slipstream.planner.job.megatron import layout_counts
 from slipstream.planner.job.network import Network, read_network
 from slipstream.planner.job.toml import JobError as JobError
-from slipstream.planner.job.toml import TomlTable, count, number, shortened
+from slipstream.planner.job.toml import TomlTable, count, job_text, number, shortened
 from slipstream.schedules.files import read_at_most
 from slipstream.schedules.schedule import MAX_MICROBATCHES, MAX_WORKERS, Worker
 
@@ -110,6 +111,9 @@ def _grid(pipelines: int, stages: int) -> list[Worker]:
 
 
 MAX_JOB_BYTES = 2**20
+EXTENDS = "extends"
+"""The key with the file whose tables hold where this one says nothing else."""
+MAX_BASES = 8
 MAX_RANKS = 1024
 """Processes of a worker in a plan; a run takes fewer (`runtime.config`)."""
 
@@ -215,13 +219,83 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.columns) // self.chains
 
 
-def read_job(path: Path) -> Job:
-    """Read a job file. Raises JobError."""
-    return parse_job(read_job_text(path), str(path))
+def read_job(path: Path, settings: Sequence[str] = ()) -> Job:
+    """Read a job file, with keys set to other values as KEY=VALUE. Raises JobError."""
+    return parse_job(read_job_text(path, settings), str(path))
 
 
-def read_job_text(path: Path) -> str:
-    """The text of a job file, not yet parsed, without a byte-order mark. Raises JobError."""
+def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
+    """The text of a job file, not yet parsed, without a byte-order mark. Raises JobError.
+
+    Where it extends another file, or keys are set, it is written anew as one file that needs no other.
+    """
+    text = _file_text(path)
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError):  # `parse_job` says why
+        return text
+    if EXTENDS not in table and not settings:
+        return text
+    tables = _with_bases(path, table, (path,))
+    for setting in settings:
+        tables = _merged(tables, _setting(setting))
+    return job_text(tables, {})
+
+
+def extended_files(path: Path) -> tuple[Path, ...]:
+    """The files that a job file extends, the nearest first, as far as they can be read."""
+    found: list[Path] = []
+    with suppress(JobError, ValueError, RecursionError):
+        while isinstance(name := tomllib.loads(_file_text(path)).get(EXTENDS), str) and len(found) < MAX_BASES:
+            path = path.parent / name
+            found.append(path)
+    return tuple(found)
+
+
+def _with_bases(path: Path, table: Mapping[str, Any], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The tables of a file over those of the file that it extends."""
+    own = {key: value for key, value in table.items() if key != EXTENDS}
+    if EXTENDS not in table:
+        return own
+    name = table[EXTENDS]
+    if not isinstance(name, str) or not name:
+        raise JobError(f"{path}: {EXTENDS} is {shortened(name)}; expected the path of a job file, from "
+                       "this one's folder")
+    base = path.parent / name
+    if len(seen) > MAX_BASES or any(base.resolve() == one.resolve() for one in seen):
+        raise JobError(f"{path}: {EXTENDS} is {shortened(name)}, which goes round or too far; expected a file that "
+                       f"does not extend this one, over {MAX_BASES} files at most")
+    try:
+        below = tomllib.loads(_file_text(base))
+    except (ValueError, RecursionError) as error:
+        told = str(error) if isinstance(error, JobError) else f"{base}: not readable as TOML: {error}"
+        raise JobError(f"{path}: {EXTENDS}: {told}") from None
+    return _merged(_with_bases(base, below, (*seen, base)), own)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with others over them: key by key, and a value takes the place of the other."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _setting(text: str) -> dict[str, Any]:
+    """KEY=VALUE as tables: the key as TOML has it, with dots; the value as TOML, or else as text."""
+    key, equals, value = text.partition("=")
+    for written in (value, msgspec.json.encode(value).decode()):
+        try:
+            if equals and "\n" not in text:
+                return tomllib.loads(f"{key} = {written}")
+        except (ValueError, RecursionError):
+            continue
+    raise JobError(f"--set {text}: expected KEY=VALUE, for example training.learning_rate=1e-4")
+
+
+def _file_text(path: Path) -> str:
+    """The text in a file."""
     try:
         return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode("utf-8-sig")
     except UnicodeDecodeError:

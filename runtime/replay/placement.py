@@ -11,6 +11,9 @@ from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
 from slipstream.schedules.parts import Part
 from slipstream.schedules.schedule import Grid, OpKind, Schedule, Worker
 
+ENDS = 2
+"""Layers of a model beside its decoder layers: the embedding and the head."""
+
 
 class PlacementError(ValueError):
     """A schedule and a model that do not fit each other. The message is one line."""
@@ -121,8 +124,9 @@ class Placement:
 def place(grid: Grid, layers: int) -> Placement:
     """Where a model of so many layers lies in a grid's stages: by the grid's layers where it names some, else evenly.
 
-    Raises PlacementError unless the stages hold each of the model's layers once, in order, and ConfigError when there
-    are more stages than layers.
+    A grid that counts decoder layers alone, as estimates do, has the model's first layer, the embedding, with the first
+    of them, and the last, the head, with the last. Raises PlacementError unless the stages hold each of the model's
+    layers once, in order, and ConfigError when there are more stages than layers.
     """
     stages = grid.stages[:grid.depth]  # those of other chains are copies
     given = [stage.layers for stage in stages if stage.layers is not None]
@@ -137,10 +141,22 @@ def place(grid: Grid, layers: int) -> Placement:
             raise PlacementError(f"the schedule gives layers {start} to {end} to stage {index}; expected some layers, "
                                  f"the first of them {expected}")
         expected = end
+    if expected + ENDS == layers:
+        return Placement([0, *range(ENDS, layers - 1), layers])
     if expected != layers:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
                              "[model] of the job file must agree")
     return Placement(range(layers + 1)) if grid.layer_count == layers else _between(given)
+
+
+def with_ends(counts: Sequence[int], layers: int) -> Sequence[int]:
+    """The layers of each stage of a model of so many, where `counts` may be decoder layers alone."""
+    if sum(counts) + ENDS != layers:
+        return counts
+    whole = list(counts)
+    whole[0] += 1
+    whole[-1] += 1
+    return whole
 
 
 def _between(ranges: Sequence[LayerRange]) -> Placement:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.job.file import JobError, LayerValues, parse_job, read_job
+from slipstream.planner.job.file import JobError, LayerValues, extended_files, parse_job, read_job, read_job_text
 from slipstream.schedules.schedule import Worker
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
@@ -108,3 +108,40 @@ def test_unreadable_files_are_refused(tmp_path, content):
 def test_missing_files_are_refused(tmp_path):
     with pytest.raises(JobError, match=r"none.toml: cannot be read: No such file"):
         read_job(tmp_path / "none.toml")
+
+
+# --- Files that extend others, and keys that are set ------------------------------------------------------------------
+
+
+def test_a_file_says_what_differs_from_the_one_it_extends(tmp_path):
+    (tmp_path / "base.toml").write_text(GOOD + "optimizer = 0.5\n[training]\nbatch = 3\ntext = 'a.txt'\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "middle.toml").write_text("extends = '../base.toml'\n[training]\nbatch = 4\n")
+    path = tmp_path / "own.toml"
+    path.write_text("extends = 'sub/middle.toml'\npipelines = 5\n[time]\nforward = [1, 2, 3]\n")
+    job = read_job(path, ["training.learning_rate=1e-4", "name=mine", 'time.slow."0.1"=2', "training.seed = 7"])
+    assert (job.name, job.pipelines, job.time.forward, job.time.optimizer) == ("mine", 5, (1.0, 2.0, 3.0), (0.5,) * 3)
+    assert job.training == {"batch": 4, "text": "a.txt", "learning_rate": 1e-4, "seed": 7}
+    assert job.time.slow == ((Worker(0, 1), 2.0),)
+    assert parse_job(read_job_text(path)) == read_job(path), "one text that needs no other file"
+    assert extended_files(path) == (tmp_path / "sub" / "middle.toml", tmp_path / "sub" / ".." / "base.toml")
+
+
+@pytest.mark.parametrize(("text", "settings", "says"), [
+    ("extends = 'none.toml'", (), "own.toml: extends: .*none.toml: cannot be read: No such file"),
+    ("extends = 7", (), "own.toml: extends is 7; expected the path of a job file"),
+    ("extends = 'own.toml'", (), "own.toml: extends is 'own.toml', which goes round or too far"),
+    ("extends = 'back.toml'", (), "back.toml: extends is 'own.toml', which goes round or too far"),
+    ("extends = 'bad.toml'", (), "own.toml: extends: .*bad.toml: not readable as TOML"),
+    (GOOD, ("training.batch",), "--set training.batch: expected KEY=VALUE, for example training.learning_rate=1e-4"),
+    (GOOD, ("=3",), "--set =3: expected KEY=VALUE"), (GOOD, ("a b=3",), "--set a b=3: expected KEY=VALUE"),
+    (GOOD, ("pipelines=two",), "own.toml: pipelines is 'two'; expected a whole number"),
+    (GOOD, ("tme.forward=2",), "own.toml: .*did you mean 'time'"),
+])
+def test_what_cannot_be_extended_or_set_is_refused_in_one_line(tmp_path, text, settings, says):
+    (tmp_path / "back.toml").write_text("extends = 'own.toml'")
+    (tmp_path / "bad.toml").write_text("x = [")
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(JobError, match=says) as refused:
+        read_job(tmp_path / "own.toml", settings)
+    assert "\n" not in str(refused.value)

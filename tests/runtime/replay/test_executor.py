@@ -21,7 +21,7 @@ from slipstream.runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from slipstream.runtime.replay.executor import BeforeOp, Executor
 from slipstream.runtime.replay.links import Links, OrderEndedError
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from slipstream.runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place, with_ends
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
@@ -289,6 +289,9 @@ def test_layers_of_stages():
     assert ranges(schedule_for(grid(1, 2, 1)), 6) == [(0, 3), (3, 6)]
     own = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
     assert ranges(own, 6) == [(0, 1), (1, 6)]
+    assert ranges(own, 8) == [(0, 2), (2, 8)], "decoder layers: the embedding is with the first, the head with the last"
+    assert place(own.grid, 8).cuts == (0, 2, 3, 4, 5, 6, 8) and with_ends([1, 5], 8) == [2, 6]
+    assert with_ends([1, 5], 6) == [1, 5] and with_ends([6], 8) == [8]
     with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
         place(own.grid, 7)
     with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):

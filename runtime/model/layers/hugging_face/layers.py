@@ -81,8 +81,8 @@ class DecoderLayer(nn.Module):
             more["position_embeddings"] = self.rotary(features, position_ids=_positions(features, batch))
         mask = None
         if padding is not None or position_ids is None or not attends_by_document(self._config, self._slides):
-            mask = self._mask(config=self._config, inputs_embeds=features, attention_mask=padding, past_key_values=None,
-                              position_ids=position_ids)
+            # By position: the fourth, no cache, has other names in other versions.
+            mask = self._mask(self._config, features, padding, None, position_ids=position_ids)
         logits: list[Tensor] = []
         router = router_of(self.layer) if self._balances else None
         hook = None if router is None else router.register_forward_hook(
