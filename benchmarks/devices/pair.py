@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,6 +102,7 @@ def measure(member: Member) -> None:
     """In each of both processes."""
     variant, device, ear = member.task["variant"], torch.device(member.task["device"]), Ear(member)
     if device.type == "cuda":
+        device = torch.device("cuda", member.place % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
     member.store.set(f"pid {member.place}", str(os.getpid()))
@@ -247,8 +247,7 @@ def killed(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
     if device.type == "cuda":
         ear.row("abort after that", abort_of(work, query, link))
         began = time.perf_counter()
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         ear.row("synchronize after that", milliseconds(time.perf_counter() - began))
 
 

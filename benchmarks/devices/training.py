@@ -61,7 +61,9 @@ class Size(NamedTuple):
     microbatches: int
     vocabulary: int
     iterations: int
-    """Before the failure, and after it has settled."""
+    """Before the failure."""
+    after: int
+    """Once it has settled."""
     rounds: int
     """Of the profile."""
 
@@ -71,8 +73,8 @@ class Size(NamedTuple):
                 "vocabulary": self.vocabulary}
 
 
-SMALL = Size(2, 64, 2, 32, 2, 4, 256, 3, 1)
-LARGE = Size(4, 4096, 32, 2048, 1, 4, 4096, 20, 3)
+SMALL = Size(2, 64, 2, 32, 2, 4, 256, 3, 3, 1)
+LARGE = Size(4, 4096, 32, 2048, 1, 4, 4096, 20, 10, 3)
 """Blocks as wide as those of Llama 3 8B: of four, each twice, with masters and AdamW, an 80 GB card holds all."""
 
 
@@ -208,7 +210,7 @@ def trained(job: Job, config: RunConfig, first: Schedule, size: Size, fork_serve
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         out = Path(folder) / "run"
-        with CardMemory(fork_server) as card, stopped_when(out, lambda record: has_settled(record, size.iterations),
+        with CardMemory(fork_server) as card, stopped_when(out, lambda record: has_settled(record, size.after),
                                                            until), suppress(RunStopped):
             run(first, config, out=out, fork_server=fork_server, progress=progress,
                 options=RunOptions(notify=lambda news: print(news, flush=True)),
