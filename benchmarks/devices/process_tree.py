@@ -35,9 +35,9 @@ def dump_stacks(pids: Sequence[int], log: Path) -> None:
             print(f"--- process {pid}: {_command(pid)}", file=file, flush=True)
             if program is None and _handles(pid, signal.SIGUSR2):
                 os.kill(pid, signal.SIGUSR2)
-            for how in ([["--native"], []] if program is not None else ()):
+            for how in (["--native", "--nonblocking"] if program is not None else ()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    done = subprocess.run([str(program), "dump", "--nonblocking", *how, "--pid", str(pid)], stdout=file,
+                    done = subprocess.run([str(program), "dump", how, "--pid", str(pid)], stdout=file,
                                           stderr=file, timeout=DUMP_SECONDS)
                     if done.returncode == 0:
                         break

@@ -49,4 +49,4 @@ def milliseconds(seconds: float) -> str:
 
 def mebibytes(size: float) -> str:
     """Format bytes for a reader."""
-    return f"{size / 2**20:,.0f} MiB"
+    return f"{size / 2**20:,.{2 if abs(size) < 2**25 else 0}f} MiB"
