@@ -13,7 +13,7 @@ from slipstream.runtime.coordinator.run_state import Step, Training
 from slipstream.runtime.coordinator.schedule_choice import settled, with_joining
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import Noted
-from slipstream.runtime.protocol.to_worker import MeasureSpeed, NewCosts
+from slipstream.runtime.protocol.to_worker import NewCosts
 from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
@@ -32,14 +32,9 @@ def look(step: Step, phase: Training) -> None:
 
 
 def _look_for_slow(step: Step) -> None:
-    """Where speeds have changed, have a schedule planned for them; those who are worth their place again, join."""
+    """Where speeds have changed, have a schedule planned for them; those who were left out long enough, join."""
     state = step.state
-    due, first = state.slow.due(step.at), state.log.next_iteration
-    for worker in due:
-        slices = tuple((stage, state.grid.layers_of(stage)) for stage in state.grid.stages_of(worker.column))
-        step.send((worker,), MeasureSpeed(iteration=first, slices=slices, split=state.current.backward == "split"))
-    slow = state.slow.measuring(due, step.at) if due else state.slow
-    step.change(slow=slow.look(state.current, first, step))
+    step.change(slow=state.slow.look(state.current, state.log.next_iteration, step))
 
 
 def _begin(step: Step, schedule: Schedule, *, settles: bool = False) -> bool:

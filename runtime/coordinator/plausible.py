@@ -20,7 +20,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
-    SpeedMeasured,
     Status,
     ToCoordinator,
     Validated,
@@ -57,7 +56,7 @@ class Bounds:
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
             case Ran(squares=float()) if message.squares is not None and not 0 <= message.squares < math.inf:
                 return "it says that its gradients have a norm that there is not"
-            case Ran() | SpeedMeasured():
+            case Ran():
                 return _wrong_times(message.times)
             case Validated() if message.factor.iteration not in iterations:
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"

@@ -18,7 +18,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
-    SpeedMeasured,
     Started,
     Status,
     ToCoordinator,
@@ -83,7 +82,7 @@ def _key(message: ToCoordinator) -> Key | None:
             return type(message), message.order, 0
         case FetchUpToDate():
             return FetchUpToDate, message.fetch, 0
-        case Ready() | Status() | Checkpoints() | SpeedMeasured():
+        case Ready() | Status() | Checkpoints():
             return type(message), 0, 0
     return None
 
@@ -108,9 +107,6 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Status():
             busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, Status) and not one.waits]
             return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None) if busy else first
-        case SpeedMeasured():
-            return max((one for one in by_rank if isinstance(one, SpeedMeasured)),
-                       key=lambda one: sum(time.seconds for time in one.times))
     return first
 
 

@@ -13,45 +13,34 @@ the plan, times what was measured by what was planned of the same layers while s
 is not known, they are left out.
 
 Iterations are put together until they took `OBSERVATION_SECONDS`: what holds up a process for a moment holds up many
-short iterations. An *observation* of a worker is the median over these of y = log(ratio / believed factor). Two sums
-wait for it to leave zero, one for each side: Page's CUSUM (Biometrika 41, 1954), which finds a lasting change in the
-fewest observations for its rate of false alarms (Lorden, Ann. Math. Statist. 42, 1971):
+short iterations. An *observation* of a worker is the median over these of y = log(ratio / believed factor). A worker
+has changed where three quarters of its last `WINDOWS` observations are on one side of a limit: an outlier counts once,
+however large it is. The limit is what a quartile of so much noise never reaches, s (7.5 / sqrt(n) - 0.67) for n
+observations, and at least log(1 + `LEAST_CHANGE`). s is the spread of y by differences of successive observations,
+which bear outliers and changes of level (`WITHIN` of them count), the greater of the worker's own and the median one.
+The change began where that leaves the least deviations: from 0 before, and after it from their median, which is the new
+factor.
 
-    S <- max(0, S + min(y, 3 k) - k)           alarm where S reaches 7.9 k
-
-k, the allowance, is the spread of y by the deviation from the median that `WITHIN` of them have at most, which bears
-outliers (Huber, Robust Statistics, 1981), the greater of the worker's own and the median one, and at least
-`LEAST_SPREAD`. Noise that lasts for several observations has sums that spread more: k is that of the means of `BATCH`
-successive ones, times the root of `BATCH`, where this is more (batch means; Law and Kelton, Simulation Modeling and
-Analysis). Observations that may belong to a change do not count until it is clear that they do not. For normal noise a
-worker has a false alarm every exp(15.8) / 2 = 3.6 million observations (Siegmund, Sequential Analysis, 1985). Noise of
-processes has heavy tails: what is above 3 k counts as 3 k, so that no fewer than 4 observations raise an alarm, however
-large they are. The change began after S was 0 last, where that leaves the least deviations: from 0 before, and after it
-from their median, which is the new factor.
-
-A change is measured over a few observations. On a noisy machine a worker that has recovered may be taken for one that
-is a little slow, by less than k, and would stay so. But of a recovery to the usual speed it is known how large it is:
-d = log(believed factor). Where d / 2 is less than k, d / 2 is taken off instead, and the alarm is where S reaches
-7.9 k^2 / (d / 2): the same likelihood ratio of the two levels, for normal noise of spread k (Page).
+On a noisy machine a worker that has recovered may be taken for one that is a little slow, by less than that limit. But
+of a recovery to the usual speed it is known how large it is: so one has recovered, too, whose last `KEPT` observations
+are nearer to it than to what is believed, by their median.
 
 Of two workers that are compared with nobody else, one of which is believed to be slow, the same ratio tells that this
 one has recovered and that the other has become slow. It is taken for the former: who is compared with slow workers only
-is not found slow.
-
-A change of less than `LEAST_CHANGE` is none. A worker that has recovered before has to show twice as many observations
-that it has recovered again each time, so that one that flaps keeps its lighter load.
+is not found slow. A worker that has recovered before has to show twice as many observations that it has recovered again
+each time, so that one that flaps keeps its lighter load.
 """
 
 import math
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from slipstream.schedules.schedule import LayerRange, OpKind, Worker
@@ -60,25 +49,19 @@ Floats = NDArray[np.float64]
 
 OBSERVATION_SECONDS = 1.0
 """Iterations are put together until they took so long. Where processes share cores, one may get none for seconds."""
+WINDOWS = 5, 20
+"""Observations that are looked at together."""
+KEPT = 60
+"""Observations of each worker that are kept."""
 LEAST_SPREAD = 0.04
 """Of log ratios: below that, nothing depends on it."""
-ALLOWANCE, CAP, ALARM = 1.0, 3.0, 7.9
-"""In spreads: what is taken off each observation, what it counts at most, the sum that raises an alarm."""
 LEAST_CHANGE = 0.15
 """By how much more than 1 the greater of two factors is, divided by the other: less is no change."""
-HISTORY = 64
-"""Observations that tell the spread, but for those that may be a change."""
 WITHIN = 0.8
-"""Share of the observations by which the spread is told: as many outliers as that leaves do not count."""
-_NORMAL = statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
-BATCH = 4
-"""Observations whose mean shows noise that lasts."""
-FIRST = 5
-"""Observations of a worker before which nobody knows the spread. Then they all count at once."""
+"""Share of the differences by which the spread is told: as many outliers as that leaves do not count."""
+_NORMAL = math.sqrt(2) * statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
 FEWEST = 3
 """Observations that a change is measured over."""
-MOST_DOUBLINGS = 5
-"""Of what a worker has to show that it has recovered."""
 
 
 class CellTime(NamedTuple):
@@ -111,79 +94,19 @@ Measured = Mapping[Worker, Sequence[CellTime]]
 """One iteration."""
 
 
-@dataclass(slots=True)
-class _Sum:
-    """A one-sided CUSUM, and the observations since it was zero: their first iterations and their values."""
-
-    value: float = 0.0
-    since: list[tuple[int, float]] = field(default_factory=list)
-
-    def add(self, iteration: int, y: float, spread: float, allowance: float) -> None:
-        self.value = max(0.0, self.value + min(y, CAP * spread) - allowance)
-        self.since.append((iteration, y))
-        if not self.value:
-            self.since.clear()
-
-    def clear(self) -> None:
-        self.value = 0.0
-        self.since.clear()
-
-    def copy(self) -> "_Sum":
-        return _Sum(self.value, list(self.since))
-
-
-@dataclass(slots=True)
-class _Watched:
+class _Watched(msgspec.Struct, frozen=True):
     """What is known of one worker."""
 
     factor: float = 1.0
-    slower: _Sum = field(default_factory=_Sum)
-    faster: _Sum = field(default_factory=_Sum)
-    history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    """Observations, without those of the sums."""
-    pending: list[float] = field(default_factory=list)
-    """Observations that may be part of a change."""
-    waiting: list[tuple[int, float]] = field(default_factory=list)
-    """Observations that no sum has yet, with their first iterations."""
+    values: tuple[tuple[int, float], ...] = ()
+    """Its last observations, with their first iterations."""
     recoveries: int = 0
-
     spread: float = 0.0
-    """Of the history, or of the first observations about their median: a worker may be slow from the start."""
-    added: int = 0
-    """Observations since that was found."""
 
-    def copy(self) -> "_Watched":
-        """One that changes by itself."""
-        return _Watched(self.factor, self.slower.copy(), self.faster.copy(), self.history.copy(), list(self.pending),
-                        list(self.waiting), self.recoveries, self.spread, self.added)
-
-    def allowance(self, spread: float) -> float:
-        """What is taken off the observations that may tell of a recovery."""
-        usual = ALLOWANCE * spread
-        return min(usual, math.log(self.factor) / 2) if self.factor >= 1.0 + LEAST_CHANGE else usual
-
-    def is_known(self) -> bool:
-        """Whether there are enough observations for a spread."""
-        return len(self.history) + len(self.pending) + len(self.waiting) >= FIRST
-
-    def believe(self, factor: float) -> None:
-        """What was measured is dropped, but for what tells the spread."""
-        self.factor = factor
-        self.slower.clear()
-        self.faster.clear()
-        self.pending.clear()
-        self.waiting.clear()
-
-    def settle(self) -> None:
-        """What is not a change is noise."""
-        possible = max(len(self.slower.since), len(self.faster.since))
-        while len(self.pending) > possible:
-            self.history.append(self.pending.pop(0))
-            self.added += 1
-
-    def is_due(self) -> bool:
-        """Whether the spread of the history is to be found anew."""
-        return self.added > 0 and self.added >= min(BATCH, len(self.history) / BATCH)
+    def limit(self, window: int, common: float) -> float:
+        """Beyond which three quarters of so many observations are a change."""
+        spread = max(LEAST_SPREAD, common, self.spread)
+        return max(math.log(1 + LEAST_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
 
 class SlowDetector:
@@ -195,10 +118,8 @@ class SlowDetector:
         What is known of workers that are slow from the start.
     """
 
-    def __init__(self, factors: Mapping[Worker, float] | None = None) -> None:
-        self._watched: defaultdict[Worker, _Watched] = defaultdict(_Watched)
-        for worker, factor in (factors or {}).items():
-            self._watched[worker].factor = factor
+    def __init__(self, factors: Mapping[Worker, float] = {}) -> None:
+        self._watched = {worker: _Watched(factor) for worker, factor in factors.items()}
         self._rates: dict[tuple[OpKind, int], float] = {}
         """What was measured by what was planned, of a kind of op on a layer that several workers ran."""
         self._open: tuple[Mapping[Worker, float], ...] = ()
@@ -207,7 +128,7 @@ class SlowDetector:
         self._seconds = 0.0
 
     def copy(self) -> "SlowDetector":
-        """One that changes by itself. What is watched of workers is copied only where it changes."""
+        """One that changes by itself."""
         new = copy(self)
         new._watched, new._rates = self._watched.copy(), dict(self._rates)
         return new
@@ -217,9 +138,8 @@ class SlowDetector:
         return self._watched[worker].factor if worker in self._watched else 1.0
 
     def believe(self, worker: Worker, factor: float) -> None:
-        """A worker's factor is known otherwise, such as from a test of its own. What was measured of it is dropped."""
-        self._watched[worker] = watched = self._watched[worker].copy()
-        watched.believe(factor)
+        """A worker's factor is known otherwise. What was measured of it is dropped, but for the spread."""
+        self._watched[worker] = replace(self._watched.get(worker, _Watched()), factor=factor, values=())
 
     def interrupt(self) -> None:
         """Iterations do not go on from those before: what has not become an observation is dropped."""
@@ -306,55 +226,46 @@ class SlowDetector:
 
     def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Enter one observation of each worker."""
-        self._watched = defaultdict(_Watched, {worker: one.copy() for worker, one in self._watched.items()})
+        by_length: dict[int, list[Worker]] = defaultdict(list)
         for worker, y in observed.items():
-            self._watched[worker].waiting.append((self._first, y))
-        _find_first_spreads([one for one in self._watched.values() if len(one.history) < FIRST and one.is_known()])
-        spreads = [one.spread for one in self._watched.values() if one.is_known()]
+            before = self._watched.get(worker, _Watched())
+            y = min(y, 0.0) if worker in beside_slow else y
+            self._watched[worker] = replace(before, values=(*before.values[1 - KEPT:], (self._first, y)))
+            by_length[len(self._watched[worker].values)].append(worker)
+        rows = {length: np.array([[y for _, y in self._watched[worker].values] for worker in workers])
+                for length, workers in by_length.items() if length >= WINDOWS[0]}
+        for length, values in rows.items():  # of all at once: there are thousands
+            for worker, spread in zip(by_length[length], _spreads(values).tolist(), strict=True):
+                self._watched[worker] = replace(self._watched[worker], spread=spread)
+        spreads = [self._watched[worker].spread for length in rows for worker in by_length[length]]
         common = statistics.median(spreads) if spreads else 0.0
-        changes: list[SpeedChange] = []
-        for worker in observed:
-            watched = self._watched[worker]
-            if not watched.is_known():
-                continue
-            spread = max(LEAST_SPREAD, common, watched.spread)
-            for iteration, y in watched.waiting:  # several: nobody knew the spread before
-                watched.pending.append(y)
-                if worker in beside_slow:
-                    watched.slower.clear()
-                else:
-                    watched.slower.add(iteration, y, spread, ALLOWANCE * spread)
-                watched.faster.add(iteration, -y, spread, watched.allowance(spread))
-            watched.waiting.clear()
-            if max(watched.slower.value, watched.faster.value) >= ALARM * spread:
-                changes += self._changes(worker, watched, spread)
-            watched.settle()
-        due: dict[int, list[_Watched]] = defaultdict(list)
-        for watched in map(self._watched.__getitem__, observed):
-            if watched.is_due():
-                due[len(watched.history)].append(watched)
-        for alike in due.values():
-            for watched, found in zip(alike, _spreads([list(one.history) for one in alike]), strict=True):
-                watched.spread, watched.added = float(found), 0
-        return changes
+        return [change for length, found in rows.items() for change in self._changes(by_length[length], found, common)]
 
-    def _changes(self, worker: Worker, watched: _Watched, spread: float) -> Iterator[SpeedChange]:
-        patience = 2 ** min(watched.recoveries, MOST_DOUBLINGS)
-        usual = ALARM * spread
-        recovered = patience * usual * ALLOWANCE * spread / watched.allowance(spread)
-        for total, sign, alarm in ((watched.slower, 1, usual), (watched.faster, -1, recovered)):
-            if total.value < alarm:
-                continue
-            before, (since, level) = watched.factor, _change_in(total.since)
-            factor = before * math.exp(sign * level)
+    def _changes(self, workers: Sequence[Worker], values: Floats, common: float) -> Iterator[SpeedChange]:
+        """Those of workers with equally many observations."""
+        found = dict[Worker, int]()
+        for window in (one for one in WINDOWS if one <= values.shape[1]):
+            ordered, quarter = np.sort(values[:, -window:], axis=1), (window - 1) // 4
+            for worker, low, high in zip(workers, ordered[:, quarter].tolist(), ordered[:, -1 - quarter].tolist(),
+                                         strict=True):
+                watched = self._watched[worker]
+                if low > (limit := watched.limit(window, common)) or (
+                        high < -limit and window >= WINDOWS[0] * 2 ** watched.recoveries):
+                    found.setdefault(worker, window)
+        if values.shape[1] == KEPT:
+            for worker, middle in zip(workers, np.median(values, axis=1).tolist(), strict=True):
+                factor, patience = self.factor(worker), WINDOWS[1] * 2 ** self._watched[worker].recoveries
+                if patience <= KEPT and factor > 1 + LEAST_CHANGE and middle < -math.log(factor) / 2:
+                    found.setdefault(worker, KEPT)
+        for worker, window in found.items():
+            watched = self._watched[worker]
+            since, level = _change_in(watched.values[-window:])
+            factor = watched.factor * math.exp(level)
             factor = 1.0 if factor < 1.0 + LEAST_CHANGE else factor
-            if max(factor / before, before / factor) < 1.0 + LEAST_CHANGE:
-                total.clear()
-                continue
-            watched.recoveries += factor == 1.0
-            watched.believe(factor)
-            yield SpeedChange(worker, factor, before, since, self._last + 1 - since)
-            return
+            if max(factor / watched.factor, watched.factor / factor) >= 1.0 + LEAST_CHANGE:
+                self._watched[worker] = replace(watched, factor=factor, values=(),
+                                                recoveries=watched.recoveries + (factor == 1.0))
+                yield SpeedChange(worker, factor, watched.factor, since, self._last + 1 - since)
 
 
 def _of_others(seconds: Mapping[Worker, float], unusual: Collection[Worker]) -> dict[Worker, float]:
@@ -383,31 +294,10 @@ def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
     return values[begin][0], statistics.median([value for _, value in values[begin:]])
 
 
-def _spreads(rows: Sequence[Sequence[float]]) -> Floats:
-    """Of rows of equally many values, for each the standard deviation of one of them, or that which the means of
-    `BATCH` successive ones tell of. All at once: there are thousands."""
-    values = np.array(rows)
-    found = _deviations(values)
-    if values.shape[1] < BATCH:
-        return found
-    return np.maximum(found, math.sqrt(BATCH) * _deviations(sliding_window_view(values, BATCH, axis=1).mean(axis=2)))
-
-
-def _deviations(values: Floats) -> Floats:
-    """The standard deviations of normal values of which as many are as near to the median of their row."""
-    distances = np.sort(np.abs(values - np.median(values, axis=1, keepdims=True)), axis=1)
-    return distances[:, int(WITHIN * values.shape[1])] / _NORMAL
-
-
-def _find_first_spreads(watched: Sequence[_Watched]) -> None:
-    """Of workers of which little is known yet."""
-    alike: dict[int, list[tuple[_Watched, list[float]]]] = defaultdict(list)
-    for one in watched:
-        values = [*one.history, *one.pending, *(y for _, y in one.waiting)]
-        alike[len(values)].append((one, values))
-    for known in alike.values():
-        for (one, _), spread in zip(known, _spreads([values for _, values in known]), strict=True):
-            one.spread = float(spread)
+def _spreads(values: Floats) -> Floats:
+    """Of each row, the standard deviation of normal values whose successive ones differ by as little."""
+    ordered = np.sort(np.abs(np.diff(values, axis=1)), axis=1)
+    return np.asarray(ordered[:, int(WITHIN * ordered.shape[1])] / _NORMAL)
 
 
 def _middle(ordered: Floats) -> float:

@@ -4,12 +4,13 @@ Whenever the speeds that were measured are others than those of the present sche
 training goes on. Where that gains enough, the coordinator stops all before the same iteration and goes on by the new
 schedule. The speeds are kept: schedules for deaths and joins are planned for them, too.
 
-Who is left out computes nothing that could be measured. It is asked to run its ops by itself now and then, each time
-after twice the pause, and is taken in like one that comes back once it is worth its place.
+Who is left out computes nothing that could be measured. After a pause it is taken in like one that comes back, and
+believed to take the usual time; where it does not, it is found out within a few iterations, and the next pause is twice
+as long.
 """
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -20,12 +21,11 @@ from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.coordinator.slow_detector import SlowDetector, SpeedChange
 from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, rounded
 from slipstream.runtime.coordinator.speed_watch import Cells, SpeedWatch
-from slipstream.runtime.protocol.to_coordinator import SpeedMeasured
 from slipstream.schedules.schedule import Schedule, Worker
 
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0
-"""From one measurement of a worker that is left out to the next."""
+"""Until a worker that is left out takes part again."""
 NOTHING = Decision(None, 0.0, 0.0)
 K = TypeVar("K")
 V = TypeVar("V")
@@ -67,17 +67,7 @@ def _cause(change: SpeedChange) -> str:
     when = f"in iterations {change.since} to {change.since + change.iterations - 1}"
     if change.factor == 1.0:
         return f"worker {change.worker} takes as long as its peers again ({when})"
-    more = f"{change.factor:.2f} times as long as its peers" if change.iterations else \
-        f"{change.factor:.2f} times as long as others, as it has measured itself"
-    return f"worker {change.worker} takes {more}" + (f" ({when})" if change.iterations else "")
-
-
-class LeftOut(NamedTuple):
-    """When a worker that is left out is measured next."""
-
-    pause_seconds: float
-    at: float
-    """By time.monotonic."""
+    return f"worker {change.worker} takes {change.factor:.2f} times as long as its peers ({when})"
 
 
 def watched(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {}) -> "SlowWorkers":
@@ -112,11 +102,10 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
     since: int = 0
     """From which iteration on the speeds are what they are now."""
     order: int = 0
-    left_out: Mapping[Worker, LeftOut] = {}
-    """Workers that are too slow to be worth their place."""
+    left_out: Mapping[Worker, float] = {}
+    """Workers that are too slow to be worth their place, with when they take part again, by time.monotonic."""
     pauses: Mapping[Worker, float] = {}
-    """The next first one of each that has been left out."""
-    returning: frozenset[Worker] = frozenset()
+    """The next one of each that has been left out."""
     decision: Decision | None = None
     """What to change to at the next iteration boundary."""
 
@@ -144,18 +133,6 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
             new = new._knowing(change.worker, change.factor)
         return replace(new, news=(*self.news, *changes), since=max(self.since, *(change.since for change in changes)))
 
-    def measured(self, report: SpeedMeasured, at: float) -> "SlowWorkers":
-        """A worker that is left out has measured itself."""
-        worker, factor = report.worker, self.watch.factor_of(report.times)
-        if worker not in self.left_out or factor is None:
-            return self
-        new, pause = self, self.left_out[worker].pause_seconds
-        if rounded(factor) >= rounded(self.watch.detector.factor(worker)):
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        else:
-            new = replace(self, watch=self.watch.believe(worker, max(1.0, factor)))._knowing(worker, max(1.0, factor))
-        return replace(new, left_out={**self.left_out, worker: LeftOut(pause, at + pause)})
-
     def lost(self, worker: Worker) -> "SlowWorkers":
         """A worker is gone. It may be started again elsewhere: nothing is known of it then."""
         factors = _without(self.factors, [worker])
@@ -163,8 +140,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
             factors[worker] = self.given[worker]
         return replace(self, watch=self.watch.lost(worker), factors=factors, decision=None,
                        news=tuple(one for one in self.news if one.worker != worker),
-                       left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]),
-                       returning=self.returning - {worker})
+                       left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]))
 
     def order_begins(self, number: int, schedule: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
         """An order begins, which carries out what was decided, or ends it."""
@@ -172,11 +148,11 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         if self.decision is not None and self.decision.schedule is schedule:
             new = self._telling(self.decision, iteration, to)
             pauses = {worker: self.pauses.get(worker, FIRST_PAUSE_SECONDS) for worker in self.decision.left_out}
-            left_out = {worker: LeftOut(pause, to.at + pause) for worker, pause in pauses.items()}
+            left_out = {worker: to.at + pause for worker, pause in pauses.items()}
             new = replace(
                 new, left_out={**self.left_out, **left_out},
                 pauses={**self.pauses, **{one: min(2 * pause, LONGEST_PAUSE_SECONDS) for one, pause in pauses.items()}})
-        return replace(new, decision=None, order=number, asked=None, present_seconds=None, returning=frozenset(),
+        return replace(new, decision=None, order=number, asked=None, present_seconds=None,
                        watch=self.watch.order_begins(schedule, iteration))
 
     def take_back(self, workers: Collection[Worker]) -> "SlowWorkers":
@@ -187,33 +163,23 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         """All iterations are committed."""
         return self._telling(NOTHING, iteration, to, "the run ends") if self.news else self
 
-    def due(self, at: float) -> list[Worker]:
-        """Those left out that are to measure themselves now."""
-        return [worker for worker, left in self.left_out.items() if at >= left.at]
-
-    def measuring(self, workers: Collection[Worker], at: float) -> "SlowWorkers":
-        """These are told to."""
-        return replace(self, left_out={worker: LeftOut(left.pause_seconds, at + max(left.pause_seconds,
-                                                                                   FIRST_PAUSE_SECONDS))
-                                       if worker in workers else left for worker, left in self.left_out.items()})
-
     def look(self, present: Schedule, iteration: int, to: Effects) -> "SlowWorkers":
         """Have planned what is to be planned, while all train by a schedule.
 
-        Those left out that are worth their place again are left out no longer. `iteration` is the next to be committed.
+        Those whose pause is over are left out no longer. `iteration` is the next to be committed.
         """
-        new = self
-        if self.returning:
-            new = replace(self.take_back(self.returning), returning=frozenset())
-        as_planned, speeds = self._as_planned(present), self._speeds()
-        nothing = as_planned and not new.left_out
-        if nothing and new.asked is not None:
+        due = [worker for worker, at in self.left_out.items() if to.at >= at]
+        new = self.take_back(due)
+        for worker in due:
+            new = replace(new, watch=new.watch.believe(worker, 1.0))._knowing(worker, 1.0)
+        as_planned, speeds = new._as_planned(present), new._speeds()
+        if as_planned and new.asked is not None:
             new = replace(new, asked=None, present_seconds=None)  # whatever was asked about other speeds
         asked = new.asked is not None and (new.asked.order, new.asked.speeds) == (new.order, speeds)
-        if not self.plans or nothing or asked:
+        if not self.plans or as_planned or asked:
             return new._telling(NOTHING, iteration, to, "the present one is for these speeds" if self.plans else
                                 "the run was given none") if new.news and (as_planned or not self.plans) else new
-        question = SpeedQuestion(new.order, present, speeds, tuple(sorted(new.left_out)))
+        question = SpeedQuestion(new.order, present, speeds)
         to.do(question)
         return replace(new, asked=question, answered=False, decision=None)
 
@@ -225,9 +191,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(answer, BaseException):
             return new._telling(NOTHING, iteration, to, str(answer) or type(answer).__name__)
         decision = answer.decision
-        new = replace(new, returning=answer.returning, present_seconds=decision.present_seconds)
-        if answer.returning:
-            return new  # they come in by an order of their own, and what all run is decided anew then
+        new = replace(new, present_seconds=decision.present_seconds)
         if decision.schedule is not None:
             return replace(new, decision=decision)
         return new._telling(decision, iteration, to, answer.reason) if self.news or answer.reason is not None else new

@@ -42,16 +42,12 @@ class SpeedQuestion(NamedTuple):
     """The present one, and its schedule."""
     present: Schedule
     speeds: Speeds
-    left_out: tuple[Worker, ...]
-    """Now."""
 
 
 class SpeedAnswer(NamedTuple):
     """What to do."""
 
     decision: Decision
-    returning: frozenset[Worker] = frozenset()
-    """Workers that are left out, and are worth their place again."""
     reason: str | None = None
     """Why there is no schedule for these speeds."""
 
@@ -67,8 +63,7 @@ def answer_to(question: SpeedQuestion, plan: SchedulerAtSpeeds) -> SpeedAnswer:
     """What to do about workers of other speeds. Raises what `plan` raises, but NoScheduleError."""
     present, speeds = question.present, question.speeds
     try:
-        back = frozenset(one for one in question.left_out if worth_back(present, one, speeds, plan))
-        return SpeedAnswer(decide(present, speeds, plan), back)
+        return SpeedAnswer(decide(present, speeds, plan))
     except NoScheduleError as error:
         before = period_at(present, dict(speeds))
         return SpeedAnswer(Decision(None, before, before), reason=str(error) or type(error).__name__)
@@ -105,13 +100,6 @@ def decide(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> Decisi
     if seconds > before * (1 - LEAST_GAIN) and not left_out:
         return Decision(None, before, before)
     return Decision(best, before, seconds, left_out, together)
-
-
-def worth_back(present: Schedule, worker: Worker, speeds: Speeds, plan: SchedulerAtSpeeds) -> bool:
-    """Whether a worker that is left out gains something at its speed now. Raises what `plan` raises."""
-    live = {worker, *present.seat_of}
-    together = plan(tuple(one for one in present.grid.workers() if one not in live), speeds)
-    return period_at(together, dict(speeds)) < period_at(present, dict(speeds)) * (1 - LEAST_GAIN)
 
 
 def _attempt(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:

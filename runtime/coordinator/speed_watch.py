@@ -49,13 +49,6 @@ class SpeedWatch(msgspec.Struct, frozen=True, kw_only=True):
         detector.lost(worker)
         return replace(self, detector=detector)
 
-    def factor_of(self, times: Sequence[OpTime]) -> float | None:
-        """What a worker that has measured itself takes, by what was measured of others; None: that is not known."""
-        cells = [(cell, self.detector.usual_seconds(cell)) for cell in self.cells.of(times)]
-        usual = sum(cell.number * seconds for cell, seconds in cells if seconds is not None)
-        took = sum(cell.number * cell.seconds for cell, seconds in cells if seconds is not None)
-        return took / usual if usual and took else None
-
 
 class Cells:
     """What the slices of a schedule are, and what their ops take by plan on a worker of usual speed."""

@@ -40,7 +40,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Ran,
     Ready,
     Saved,
-    SpeedMeasured,
     Started,
     ToCoordinator,
     Validated,
@@ -176,8 +175,6 @@ def _handle(step: Step, event: Event) -> None:
             _finished(step, event)
         case Saved() if event.iteration < step.rules.iterations.stop:  # the last one costs no training
             step.change(checkpoints=state.checkpoints.saved(event.iteration, event.seconds))
-        case SpeedMeasured():
-            step.change(slow=state.slow.measured(event, step.at))
         case Checkpoints() if event.worker in state.asked:
             step.change(readable=state.readable.adding(event.worker, event.iterations))
         case ScheduleFound():

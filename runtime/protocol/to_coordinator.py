@@ -141,13 +141,6 @@ class Gathered(msgspec.Struct, frozen=True, tag=True):
     reports: tuple[ReportOf, ...]
 
 
-class SpeedMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `MeasureSpeed`, from a worker that takes no part: what its ops take when it runs them by itself."""
-
-    worker: Worker
-    times: tuple[OpTime, ...]
-
-
 class Validated(msgspec.Struct, frozen=True, tag=True):
     """Where steps depend on all gradients: how all made the step of an iteration. The first member sends it."""
 
@@ -271,7 +264,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
               | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Checkpoints
-              | SpeedMeasured | Failed)
+              | Failed)
 FromNodeAgent = JoinNode | Leaving | Ended | Gathered
 ToCoordinator = FromWorker | FromNodeAgent
 

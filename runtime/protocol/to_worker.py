@@ -171,19 +171,8 @@ class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
     """Sent when nobody holds some layer any more: say which checkpoints you can read (`Checkpoints`)."""
 
 
-class MeasureSpeed(msgspec.Struct, frozen=True, tag=True):
-    """Sent to a worker that takes no part, as it was too slow: run ops of some slices, and say what they take."""
-
-    iteration: int
-    """The present one."""
-    slices: tuple[tuple[int, LayerRange], ...]
-    """By their numbers, with the schedule's layers."""
-    split: bool
-    """Whether the backward is I and W, else B."""
-
-
 Order = Train | Finish
 ToWorker = (Setup | Content | Assigned | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
-            | ReportCheckpoints | MeasureSpeed)
+            | ReportCheckpoints)
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

@@ -67,17 +67,6 @@ def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerR
     return costs
 
 
-def first_costs(data: Data, training: TrainingConfig, layers: LayerRange, iteration: int) -> dict[OpKind, float] | None:
-    """How many times as long as usual ops on these layers take with the first sample of an iteration; None: it is not
-    known. Where data tell costs by stage, it is the mean of stages."""
-    costs = costs_known(data, training, [layers])
-    if costs is None:
-        return None
-    forward, inputs, weights = np.asarray(costs(iteration), np.float64)[0].reshape(-1, len(COSTS)).mean(axis=0).tolist()
-    found = {OpKind.F: forward, OpKind.I: inputs, OpKind.W: weights, OpKind.B: (inputs + weights) / 2}
-    return {kind: cost or 1.0 for kind, cost in found.items()}
-
-
 def stage_layers(grid: Grid, placement: Placement) -> list[LayerRange]:
     """The model's layers of each stage of a chain."""
     return [placement.range_of(grid.layers_of(stage)) for stage in range(grid.depth)]

@@ -7,8 +7,6 @@
     reductions       while it     reduces gradients beside what the generation computes, where the schedule has
                      reduces      something left to compute (`runtime.beside`)
     finish           at the end   writes and digests parameters, while heartbeats go on
-    speed test       now and      runs ops by itself where the worker was left out as too slow (`speed_test`)
-                     then
     steps of copies  one a step   steps what the worker keeps of others' optimizer states, while it computes
                                   (`runtime.model.state.late_steps`)
     saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoints.checkpoint`)
@@ -34,6 +32,5 @@ Its parts:
     device_memory        what is done where a device has no room; what an order has freed goes back to the system
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker
-    rank_stores          what it holds for each of them, where workers keep parts of optimizer states
-    checkpointer, speed_test, slowed_recorder
+    checkpointer, slowed_recorder
 """

@@ -23,7 +23,6 @@ from slipstream.runtime.protocol.to_worker import (
     Fetch,
     Finish,
     Leave,
-    MeasureSpeed,
     ReportCheckpoints,
     ReportStatus,
     ToWorker,
@@ -239,8 +238,6 @@ class MainThread:
                 # Where this worker has no part in it, what was fetched in the same order ends.
                 senders = senders_for(self._worker, message.moves, message.addresses, self._context.rank)
                 self._context.layer_receiver.begin(LayerFetch(message.number, message.order, senders, follow=True))
-            case MeasureSpeed():
-                self._threads.measure_speed(self._context, message)
             case ReportStatus():
                 self._channel.send(self._status())
             case ReportCheckpoints():

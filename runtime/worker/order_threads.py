@@ -1,7 +1,6 @@
-"""What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
+"""What takes a worker long: its part in orders. Each runs in a thread of its own."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,25 +9,18 @@ from pathlib import Path
 import torch
 
 from slipstream.runtime.model.checkpoints.parameters import save_layer
-from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.layers.shards import whole_layer
 from slipstream.runtime.model.state.digest import tensor_digest
-from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.model.state.part_state import PartState
-from slipstream.runtime.protocol.to_coordinator import Finished, SpeedMeasured
-from slipstream.runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
+from slipstream.runtime.protocol.to_coordinator import Finished
+from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
-from slipstream.runtime.replay.recorder import OpTime
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.stuck_calls import AbandonedError
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.runtime.worker.context import WorkerContext
 from slipstream.runtime.worker.generation import Generation
 from slipstream.runtime.worker.layers_of_order import move_layers
-from slipstream.runtime.worker.speed_test import measure_slice
-
-SPEED_TEST_SECONDS = 600.0
-"""That an order waits for speed tests. Should their other ranks not answer, their sums time out by themselves."""
 
 
 class OrderThreads:
@@ -44,8 +36,6 @@ class OrderThreads:
         end early."""
         self._between_ranks: Session | None = None
         """Of the last order to finish."""
-        self._speed_tests: list[threading.Thread] = []
-        """Those that may still run."""
         self._next = threading.Event()
         """Set when the next order has come; another one for each order."""
 
@@ -57,11 +47,8 @@ class OrderThreads:
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
         """Take part in an order."""
         self._begins()
-        tests, self._speed_tests = self._speed_tests, []
 
         def work() -> None:
-            if context.group is not None:  # else their ops would meet those of other ranks, once these are connected
-                _await(tests)
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
@@ -110,11 +97,6 @@ class OrderThreads:
 
         self.begin(context.device, "finish", work)
 
-    def measure_speed(self, context: WorkerContext, request: MeasureSpeed) -> None:
-        """Run ops of slices that nobody waits for."""
-        test = self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
-        self._speed_tests = [*(one for one in self._speed_tests if one.is_alive()), test]
-
     def forget(self, context: WorkerContext) -> None:
         """Hold nothing any more, once nothing is being written."""
         with self._finishing:
@@ -141,15 +123,6 @@ class OrderThreads:
         thread = threading.Thread(target=run, daemon=True, name=name)
         thread.start()
         return thread
-
-
-def _await(tests: Sequence[threading.Thread]) -> None:
-    """Wait for speed tests. Raises TimeoutError."""
-    deadline = time.monotonic() + SPEED_TEST_SECONDS
-    for test in tests:
-        test.join(max(0.0, deadline - time.monotonic()))
-        if test.is_alive():
-            raise TimeoutError(f"a speed test has not ended within {SPEED_TEST_SECONDS:g} s")
 
 
 def _require_not(over: threading.Event) -> None:
@@ -192,13 +165,3 @@ def _write(context: WorkerContext, order: Finish, received: Sequence[PartState])
     digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
     context.channel.send(Finished(context.worker, order.order, digests))
-
-
-def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:
-    times = list[OpTime]()
-    for number, layers in request.slices:
-        found = context.placement.range_of(layers)
-        modules = build_holding(context.model, range(*found), context.config.training).modules
-        runner = SliceRunner(found, modules, context.model, loss_scale=context.setup.loss_scale, config=context.config)
-        times += measure_slice(number, runner, (context.forms[layers[0]], context.forms[layers[1]]), context, request)
-    context.channel.send(SpeedMeasured(context.worker, tuple(times)))

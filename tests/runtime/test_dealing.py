@@ -14,11 +14,11 @@ from slipstream.runtime.model.data.loss_weights import LossWeights
 from slipstream.runtime.model.microbatch import Microbatch
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.protocol.failure_injection import Slowdown
-from slipstream.runtime.replay.dealt_samples import DealtSamples, costs_digest, first_costs, require_known_costs
+from slipstream.runtime.replay.dealt_samples import DealtSamples, costs_digest, require_known_costs
 from slipstream.runtime.replay.links import OrderEndedError
 from slipstream.runtime.replay.placement import place
 from slipstream.runtime.run_record import read_run
-from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -233,18 +233,6 @@ def test_costs_of_another_model_are_refused(documents):
     config, schedule = uneven(**documents | {"length_costs": short}), schedule_for(WIDE)
     with pytest.raises(ConfigError, match="length_costs is of 1 layers; the model has 4"):
         require_known_costs(load_corpus(config, WIDE.microbatches), schedule, config.training, place(schedule.grid, 4))
-
-
-def test_a_worker_that_measures_itself_knows_what_its_sample_costs(documents):
-    config = uneven()
-    found = first_costs(Uneven(config), config.training, (0, 2), 3)
-    assert found == dict.fromkeys(found, pytest.approx(Uneven(config).costs(3)[0, 0]))
-    packed = uneven(**documents)
-    data = load_corpus(packed, WIDE.microbatches)
-    lengths = data.lengths(3)
-    seconds = [2e-3 + 2e-4 * sum(one * one for one in sample) for sample in lengths]  # of two layers
-    assert first_costs(data, packed.training, (1, 3), 3)[OpKind.F] == pytest.approx(seconds[0] / np.mean(seconds))
-    assert first_costs(Uneven(config), uneven(deal_swaps=0).training, (0, 2), 3) is None
 
 
 def test_workers_that_would_deal_otherwise_are_told_apart():

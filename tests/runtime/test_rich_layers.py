@@ -4,7 +4,6 @@ What each must give is computed in one process by `plain`, which shares the laye
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,17 +14,12 @@ from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.launch import Resilience, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest, load
 from slipstream.runtime.model.checkpoints.parameters import load_parameters
-from slipstream.runtime.model.computing.forms import forms
-from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch
 from slipstream.runtime.model.layers.calling import adding_losses
 from slipstream.runtime.model.layers.layered_model import layer_randomness
-from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.processes.process_manager import Return
-from slipstream.runtime.protocol.to_worker import MeasureSpeed
 from slipstream.runtime.tools.profile import profile
 from slipstream.runtime.tools.reference import reference_run
-from slipstream.runtime.worker.speed_test import measure_slice
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
@@ -143,16 +137,3 @@ def test_profile_measures_them_and_what_computing_again_saves(fork_server):
     for plain, less in zip(kept.stages, again.stages, strict=True):
         assert 0 < less.activation_bytes < 0.6 * plain.activation_bytes
         assert less.static_bytes == plain.static_bytes
-
-
-def test_speed_tests_run_on_noise_of_all_kinds():
-    config = rich()
-    model = Model(config.model, 0, torch.float64, torch.device("cpu"))
-    found = forms(model, config)
-    context = SimpleNamespace(config=config, device=model.device, corpus=Data(config),
-                              setup=SimpleNamespace(slowdowns=()), worker=Worker(0, 0), group=None)
-    for first, end in (0, 3), (3, 6), (6, 8):
-        runner = SliceRunner((first, end), build_holding(model, range(first, end), config.training).modules, model,
-                             loss_scale=1.0, config=config)
-        times = measure_slice(1, runner, (found[first], found[end]), context, MeasureSpeed(3, (), True))
-        assert [one.kind for one in times] == ["F", "I", "W"] and runner.in_flight() == 0

@@ -20,7 +20,6 @@ from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator import slow_detector, slow_workers
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.slow_detector import SlowDetector
-from slipstream.runtime.coordinator.speed_watch import SpeedWatch
 from slipstream.runtime.events import (
     Failed,
     HandedOver,
@@ -78,7 +77,7 @@ def fork_server_of_idlers() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def speeds(monkeypatch) -> dict[Worker, float]:
-    """By how much longer workers take than planned: this is what is measured, also by those that are left out."""
+    """By how much longer workers take than planned: this is what is measured."""
     factors: dict[Worker, float] = {}
     observe = SlowDetector.observe
 
@@ -88,7 +87,6 @@ def speeds(monkeypatch) -> dict[Worker, float]:
             for worker, cells in measured.items()})
 
     monkeypatch.setattr(SlowDetector, "observe", as_given)
-    monkeypatch.setattr(SpeedWatch, "factor_of", lambda *_: factors.get(SLOW, 1.0))
     return factors
 
 
@@ -141,8 +139,7 @@ def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):
     assert change.factor > 1 and not event.changed and "goes on by the same schedule" in str(event)
 
 
-def test_one_that_is_left_out_comes_back_once_it_has_measured_itself(speeds, fork_server_of_idlers, tmp_path,
-                                                                     monkeypatch):
+def test_one_that_is_left_out_comes_back_after_a_pause(speeds, fork_server_of_idlers, tmp_path, monkeypatch):
     monkeypatch.setattr(slow_workers, "FIRST_PAUSE_SECONDS", 0.2)
     begins = after(USUAL, lambda: speeds.update({SLOW: 20.0}))
 

@@ -102,7 +102,7 @@ def test_for_speeds_nothing_moves_that_workers_hold():
     service = ScheduleService(FIRST.grid, Finders(schedule_for, rebalancer.at_once, rebalancer), lambda _: None)
 
     def planner(present):
-        return service._planner_at_speeds(SpeedQuestion(1, present, (), ()))
+        return service._planner_at_speeds(SpeedQuestion(1, present, ()))
 
     assert planner(FIRST) == rebalancer.at_once and planner(moved) != rebalancer.at_once
 

@@ -12,13 +12,11 @@ from slipstream.runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
-    SpeedMeasured,
     Status,
     Validated,
 )
 from slipstream.runtime.protocol.to_worker import Factor
-from slipstream.runtime.replay.recorder import OpTime
-from slipstream.schedules.schedule import OpKind, Worker
+from slipstream.schedules.schedule import Worker
 
 WORKER, OTHER = Worker(0, 1), Worker(1, 1)
 
@@ -106,8 +104,6 @@ def test_the_rest(reports):
     waits = Status(WORKER, "waits", 8.0, waits=True)
     assert reports.both(waits, busy) == replace(busy, rank=1) and reports.both(busy, waits) == replace(busy, rank=0)
     assert reports.both(busy, busy) == busy and reports.both(waits, waits) == waits
-    quick, slow = (SpeedMeasured(WORKER, (OpTime(OpKind.F, 0, 1, seconds),)) for seconds in (1.0, 2.0))
-    assert reports.both(quick, slow) == slow
     one, same, other = (reports.both(Finished(WORKER, 2, {"0.a": "x"}), Finished(WORKER, 2, {"0.a": name})).digests
                         for name in "yyz")
     assert one == same != other and one.keys() == {"0.a"}

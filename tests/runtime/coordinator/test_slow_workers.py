@@ -5,7 +5,7 @@ from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent, watched
 from slipstream.runtime.coordinator.speed_planning import SpeedQuestion, SpeedsPlanned, answer_to
-from slipstream.runtime.protocol.to_coordinator import Ran, SpeedMeasured
+from slipstream.runtime.protocol.to_coordinator import Ran
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker
 from tests.jobs import grid
@@ -42,14 +42,14 @@ class Run:
                 cost_error=None, reports=reports))
             self.iteration += 1
 
-    def look(self):
+    def look(self, at=0.0):
         """Who may come in again, once what is planned for the speeds of now is known."""
         before = self.slow.left_out.keys()
+        self.to.at = at
         self.slow = self.slow.look(self.schedule, self.iteration, self.to)
-        question = self.to.effects.pop()
-        assert isinstance(question, SpeedQuestion)
-        self.slow = self.slow.planned(SpeedsPlanned(question, answer_to(question, self.plan)), self.iteration, self.to)
-        self.slow = self.slow.look(self.schedule, self.iteration, self.to)
+        if self.to.effects and isinstance(self.to.effects[-1], SpeedQuestion):
+            answer = answer_to(question := self.to.effects.pop(), self.plan)
+            self.slow = self.slow.planned(SpeedsPlanned(question, answer), self.iteration, self.to)
         return before - self.slow.left_out.keys()
 
 
@@ -57,18 +57,31 @@ def times(worker, factors):
     return tuple(OpTime(kind, worker.column, 8, 0.1 * factors.get(worker, 1.0)) for kind in COMPUTE_KINDS)
 
 
-def test_a_change_that_a_return_comes_before_is_told_once_it_is_decided_with_who_is_back():
-    run = Run()
+def leave_out(run):
     run.train(12, {LEFT_OUT: 100.0})
-    assert not run.look() and run.slow.decision.left_out == (LEFT_OUT,)
+    assert not run.look(run.to.at) and run.slow.decision.left_out == (LEFT_OUT,)
     run.begin(run.slow.decision.schedule)
-    assert [event.left_out for event in run.told] == [(LEFT_OUT,)] and run.slow.left_out.keys() == {LEFT_OUT}
+
+
+def test_one_that_is_left_out_takes_part_again_after_a_pause_that_is_longer_each_time():
+    run, pauses = Run(), []
+    for _ in range(3):
+        leave_out(run)
+        began = run.to.at
+        assert run.slow.left_out.keys() == {LEFT_OUT} and run.slow.factors[LEFT_OUT] == 100.0
+        while not run.look(run.to.at + 1.0):
+            pass
+        pauses.append(run.to.at - began)
+        assert not run.slow.left_out and LEFT_OUT not in run.slow.factors, "it is believed to be as quick as others"
+        run.begin(FIRST)
+    assert pauses == [10.0, 20.0, 40.0] and [event.left_out for event in run.told] == [(LEFT_OUT,)] * 3
+
+
+def test_others_that_become_slow_meanwhile_are_relieved():
+    run = Run()
+    leave_out(run)
     run.train(12, {OTHER: 2.5})
-    run.slow = run.slow.measured(SpeedMeasured(LEFT_OUT, times(LEFT_OUT, {})), 0.0)
-    assert run.look() == {LEFT_OUT} and run.slow.decision is None
-    assert len(run.told) == 1, "nothing has changed yet: who comes back does so by an order of its own"
-    run.begin(FIRST)
-    assert not run.look()
+    assert not run.look() and run.slow.decision.left_out == ()
     run.begin(run.slow.decision.schedule)
-    assert {change.worker for change in run.told[1].changes} == {OTHER}
-    assert run.told[1].changed and set(run.schedule.seat_of) == set(FIRST.seat_of)
+    assert {change.worker for change in run.told[1].changes} == {OTHER} and run.told[1].changed
+    assert run.slow.left_out.keys() == {LEFT_OUT}

@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.coordinator.planning import NoScheduleError
-from slipstream.runtime.coordinator.speed_planning import decide, period_at, worth_back
+from slipstream.runtime.coordinator.speed_planning import decide, period_at
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
@@ -29,13 +29,11 @@ def test_what_gains_nothing_changes_nothing():
     assert decision.schedule is None and decision.seconds == decision.present_seconds
 
 
-def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out_and_taken_back_when_it_is_faster():
+def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out():
     decision = decide(FIRST, ((SLOW, 100.0),), PLAN)
     assert decision.left_out == (SLOW,) and decision.schedule is not None
     assert SLOW not in decision.schedule.seat_of and len(decision.schedule.seats) == 7
     assert decision.seconds <= 1.01 * decision.with_them_seconds
-    assert not worth_back(decision.schedule, SLOW, ((SLOW, 100.0),), PLAN)
-    assert worth_back(decision.schedule, SLOW, ((SLOW, 1.5),), PLAN)
 
 
 def test_the_last_that_holds_a_stage_is_never_left_out():
