@@ -308,7 +308,7 @@ class _Launch:
                    layer_bytes=() if resilience.settling is None else state_bytes(
                        fit.model, self.config.training, self.schedule.grid.pipelines),
                    shared_layers=fit.shared_layers, whole_schedules=fit.whole_schedules,
-                   length_costs=fit.length_costs, elements=fit.elements, behind=behind, losses=losses,
+                   elements=fit.elements, behind=behind, losses=losses,
                    journal=NO_JOURNAL if behind is None else read_journal(self.out),
                    gone=[worker for worker in fit.shares[0] if worker not in alive])
 

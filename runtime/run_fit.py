@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from slipstream.runtime.config import LengthCosts, RunConfig
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.metrics import Work
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
@@ -24,7 +24,7 @@ from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.launchers import GpuShare, gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, Setup
-from slipstream.runtime.replay.dealt_samples import costs_known, fitted_costs, require_known_costs, stage_layers
+from slipstream.runtime.replay.dealt_samples import costs_known, require_known_costs, stage_layers
 from slipstream.runtime.replay.placement import Placement, PlacementError, place
 from slipstream.runtime.replay.transport import Transport, choose_transport
 from slipstream.runtime.run_options import Resilience, RunOptions
@@ -52,8 +52,6 @@ class Fit:
     """The layers of each group that has a parameter together."""
     whole_schedules: bool
     """Whether workers deal or evaluate data by the whole of each schedule."""
-    length_costs: LengthCosts | None
-    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     elements: tuple[Elements, ...] = ()
     """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
     data: FormSpec | None = None
@@ -103,7 +101,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
                tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                training.evaluate_every is not None
                or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None,
-               fitted_costs(corpus, training), elements, FormSpec.of(given))
+               elements, FormSpec.of(given))
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,

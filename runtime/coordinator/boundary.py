@@ -6,14 +6,11 @@ another schedule is better for the workers' speeds, all members stop before the 
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.cost_fit import LEAD
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.run_state import Step, Training
 from slipstream.runtime.coordinator.schedule_choice import settled, with_joining
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.events import Noted
-from slipstream.runtime.protocol.to_worker import NewCosts
 from slipstream.schedules.schedule import NoScheduleError, Schedule
 
 
@@ -28,7 +25,6 @@ def look(step: Step, phase: Training) -> None:
             _plan_settling(step)
         _choose_stop(step)
         _choose_save(step)
-    _choose_costs(step)
 
 
 def _look_for_slow(step: Step) -> None:
@@ -119,22 +115,6 @@ def _choose_save(step: Step) -> None:
     if state.checkpoints.due(step.at) and _may_stop(step):
         step.change(phase=replace(state.phase, save_before=before),
                     checkpoints=state.checkpoints.asked(before, step.at))
-
-
-def _choose_costs(step: Step) -> None:
-    """Where costs are better known than so far, choose the iteration from which on samples are dealt by them."""
-    state, following = step.state, step.state.log.next_iteration
-    assert isinstance(state.phase, Training)
-    new = state.phase.new_costs
-    if state.costs is None or (new is not None and new.first >= following):
-        return
-    costs = state.costs.look(following)
-    step.change(costs=costs)
-    if costs.current is not state.costs.current:
-        first = state.log.furthest + 1 + LEAD
-        step.change(phase=replace(state.phase, new_costs=NewCosts(first, costs.current)))
-        step.do(Noted(text=f"from iteration {first} on, samples are dealt by costs fitted to what was measured: known "
-                           f"to {costs.error:.1%}, {costs.error_before:.1%} before"))
 
 
 def _earliest_stop(step: Step) -> int:

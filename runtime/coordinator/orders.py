@@ -59,7 +59,7 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
         cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
         addresses=step.state.addresses(moves), failed=parts.failed,
         schedule=msgspec.Raw(text) if rules.whole_schedules else NOTHING,
-        factor=step.state.log.factor, costs=None if before.costs is None else before.costs.current,
+        factor=step.state.log.factor,
         restore=None if restore is None else tuple(restore.items())))
     if join is not None:
         step.do(HandedOver(fetch=join.fetch, order=order))

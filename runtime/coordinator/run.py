@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.runtime.config import LengthCosts, RunConfig
+from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
 from slipstream.runtime.coordinator.part_moves import Partition
 from slipstream.runtime.coordinator.planning import Prepared
@@ -41,8 +41,6 @@ class Run:
     """What is sent of each layer of the model."""
     shared_layers: Sequence[Collection[int]] = ()
     """The layers of the model that have a parameter together, group by group (`runtime.model.layers.sharing`)."""
-    length_costs: LengthCosts | None = None
-    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     whole_schedules: bool = False
     """Whether workers deal or evaluate data by the whole of each schedule."""
     elements: Sequence[Elements] = ()
@@ -73,7 +71,7 @@ class Run:
             domains=self.domains,
             partition=Partition(self.elements, cuts, setup.failure_domains,
                                 self.config.training.shard_optimizer) if self.elements else None,
-            length_costs=self.length_costs, whole_schedules=self.whole_schedules)
+            whole_schedules=self.whole_schedules)
 
     def rejoining(self, at: float) -> Rejoining | None:
         """The phase that begins at a time by time.monotonic where another coordinator has died."""

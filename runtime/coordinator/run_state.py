@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.config import LengthCosts
 from slipstream.runtime.coordinator.checkpoint_timer import CheckpointTimer
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.cost_fit import CostFit
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.join_planning import Joins
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
@@ -27,7 +25,7 @@ from slipstream.runtime.coordinator.take_over import Rejoining
 from slipstream.runtime.failure_domains import ALONE, FailureDomains
 from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
-from slipstream.runtime.protocol.to_worker import Addresses, Move, NewCosts
+from slipstream.runtime.protocol.to_worker import Addresses, Move
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
@@ -54,8 +52,6 @@ class Rules:
     """Which workers fail together."""
     partition: Partition | None = None
     """How optimizer states are cut, where workers keep parts of them."""
-    length_costs: LengthCosts | None = None
-    """The coefficients that samples are dealt by at first; None: they are not dealt by any."""
     whole_schedules: bool = True
     """Whether workers are sent the whole of each schedule besides: to deal or evaluate data by it."""
 
@@ -91,8 +87,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     stop_before: int | None = None
     """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
     save_before: int | None = None
-    new_costs: NewCosts | None = None
-    """What all are told with what acknowledges the iteration `LEAD` before its first."""
     without_microbatches: frozenset[Worker] = frozenset()
     """Members that hold layers of which others run all micro-batches."""
     unanswered: tuple[Ran, ...] = ()
@@ -142,7 +136,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     joins: Joins = Joins()
     slow: SlowWorkers
     settler: Settler | None
-    costs: CostFit | None
     checkpoints: CheckpointTimer
     recovery: RecoveryClock = RecoveryClock()
     lost: PersistentMap[Worker, Loss] = PersistentMap()
@@ -214,8 +207,6 @@ def begun(rules: Rules, log: CommitLog, at: float, rejoining: Rejoining | None =
         settler=None if rules.settles is None else Settler(
             cost=rules.settles, mtbf=rules.mtbf_seconds, failures=journal.failures,
             began=at if journal.began is None else journal.began),
-        costs=None if rules.length_costs is None else CostFit(
-            known=rules.length_costs, current=rules.length_costs, placement=rules.placement),
         checkpoints=timer)
 
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import boundary, next_order, orders
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
-from slipstream.runtime.coordinator.cost_fit import LEAD
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import ScheduleFound
@@ -241,10 +240,9 @@ def _ran(step: Step, reports: Sequence[Ran]) -> None:
     for one in answered:
         by_iteration.setdefault(one.iteration, []).append(one.worker)
     for iteration, workers in by_iteration.items():
-        costs = phase.new_costs
         step.send(workers, Acknowledged(
             state.order, iteration, stop=iteration + 1 == phase.stop_before, save=iteration + 1 == phase.save_before,
-            committed=state.log.last, costs=costs if costs is not None and iteration == costs.first - LEAD else None))
+            committed=state.log.last))
 
 
 def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
@@ -252,8 +250,7 @@ def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
     for one in committed:
         step.do(one)
         state = step.state
-        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one),
-                    costs=None if state.costs is None else state.costs.ran(one.reports, state.current))
+        step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one))
 
 
 def _started(step: Step, report: Started) -> None:

@@ -7,7 +7,6 @@ waits for the next order.
 
 import msgspec
 
-from slipstream.runtime.config import LengthCosts
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.setup import Setup
 from slipstream.schedules.layers import LayerRange
@@ -88,8 +87,6 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
-    costs: LengthCosts | None = None
-    """What samples are dealt by, where that is fitted to what is measured; None: as the job file says."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
     """Where layers were lost, and the run goes back: drop all layers, and read these, of each member that can read
     them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
@@ -127,13 +124,6 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
     order: int
 
 
-class NewCosts(msgspec.Struct, frozen=True):
-    """What samples are dealt by, from an iteration on (`coordinator.cost_fit`)."""
-
-    first: int
-    known: LengthCosts
-
-
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Ran`, which has arrived: begin the next iteration, or stop before it, as all members will."""
 
@@ -142,8 +132,6 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     stop: bool = False
     save: bool = False
     """Save a checkpoint of the state before the next iteration."""
-    costs: NewCosts | None = None
-    """Of an iteration that nobody has begun to deal."""
     committed: tuple[int, float | None] | None = None
     """The last committed iteration and its loss, where that is finite: whoever leads the run next may ask for it."""
 

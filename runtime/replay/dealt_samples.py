@@ -27,8 +27,6 @@ from slipstream.schedules.dealing import (
     Dealer,
     costs_by_stage,
     require_costs,
-    sizes_of,
-    sums_of,
 )
 from slipstream.schedules.dealing.arrays import COSTS
 from slipstream.schedules.layers import LayerRange
@@ -49,13 +47,9 @@ def costs_known(data: Data, training: TrainingConfig, layers_by_stage: Sequence[
     """
     if training.deal_swaps and knows_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
-    known = fitted_costs(data, training)
-    return None if known is None else _by_lengths(data, known, layers_by_stage)
-
-
-def fitted_costs(data: Data, training: TrainingConfig) -> LengthCosts | None:
-    """The job file's coefficients, where samples are dealt by these: they follow what is measured."""
-    return training.length_costs if training.deal_swaps and not knows_costs(data) and knows_lengths(data) else None
+    if training.length_costs is None or not training.deal_swaps or not knows_lengths(data):
+        return None
+    return _by_lengths(data, training.length_costs, layers_by_stage)
 
 
 def _by_lengths(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostsOf:
@@ -106,22 +100,19 @@ class _Iteration(NamedTuple):
 
     sample: list[int]
     by_slice: Costs
-    sizes: Costs | None
-    """[samples, 3]: 1, tokens and squares of each, where they are dealt by coefficients."""
 
 
 class DealtSamples:
     """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
-    A thread of its own computes an iteration while the one before is run. `known`: coefficients that have followed what
-    was measured; else those of the job file. Who waits for that thread calls `require` now and then, which raises what
-    shall end the wait: where nothing is compiled yet, each process compiles first, which takes many seconds.
+    A thread of its own computes an iteration while the one before is run. Who waits for that thread calls `require`
+    now and then, which raises what shall end the wait: where nothing is compiled yet, each process compiles first, which
+    takes many seconds.
     """
 
     def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,
-                 known: LengthCosts | None = None, require: Callable[[], None] = lambda: None) -> None:
+                 require: Callable[[], None] = lambda: None) -> None:
         self._training = training
-        self._data = data
         self._require = require
         self._own = [(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
                      for index in range(count)]
@@ -129,10 +120,7 @@ class DealtSamples:
         self._schedule = schedule
         self._ahead: tuple[int, Future[_Iteration]] | None = None
         self._now: tuple[int, _Iteration] | None = None
-        self._stages = stage_layers(schedule.grid, placement)
-        self._costs = costs_known(data, training, self._stages)
-        self._known = [(0, known or fitted_costs(data, training))]
-        """Coefficients, and from which iteration on."""
+        self._costs = costs_known(data, training, stage_layers(schedule.grid, placement))
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         self._dealer = self._pool.submit(Dealer, schedule) if self._pool is not None else None
 
@@ -156,20 +144,6 @@ class DealtSamples:
         ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
         taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
         return taken / sum(ticks) if taken > 0 else 1.0
-
-    def sums(self, ops: Sequence[Op], seconds: Sequence[float], iteration: int) -> tuple[float, ...] | None:
-        """What ops of one kind on a slice tell of its coefficients (`schedules.dealing.fit`); None where the data tell
-        costs of their own."""
-        sizes = self._of(iteration).sizes
-        if sizes is None or not all(seconds):
-            return None
-        samples = [self._sample(Microbatch(iteration, op.pipeline, op.microbatch)) for op in ops]  # type: ignore[arg-type]
-        return sums_of(sizes[samples], np.array(seconds))
-
-    def change(self, first: int, known: LengthCosts) -> None:
-        """Deal by other coefficients from an iteration on, which has not begun."""
-        assert self._ahead is None or self._ahead[0] < first
-        self._known.append((first, known))
 
     def _sample(self, name: Microbatch) -> int:
         return self._of(name.iteration).sample[self._first[name.pipeline] + name.index]
@@ -203,17 +177,12 @@ class DealtSamples:
     def _deal(self, iteration: int) -> "_Iteration":
         assert self._dealer is not None and self._costs is not None
         seed = derive_seed("dealing", self._training.seed, iteration)
-        known = next(one for first, one in reversed(self._known) if first <= iteration)
-        of_iteration, sizes = self._costs, None
-        if known is not None:
-            of_iteration = _by_lengths(self._data, known, self._stages)
-            sizes = sizes_of(self._data.lengths(iteration))  # type: ignore[attr-defined]
         try:
-            dealer, costs = self._dealer.result(), of_iteration(iteration)
+            dealer, costs = self._dealer.result(), self._costs(iteration)
             found = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs), sizes)
+        return _Iteration([int(one) for one in found.sample], dealer.by_slice(costs))
 
 
 def kinds_of(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:

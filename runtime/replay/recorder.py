@@ -28,8 +28,6 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     misfit: float | None = None
     """The root of the mean square of (seconds of that / their median - 1): how far costs are from what is measured.
     None where no costs are known."""
-    sums: tuple[float, ...] | None = None
-    """What they tell of coefficients that costs are fitted by (`schedules.dealing.fit`); None where there are none."""
 
 
 class Recorder:
@@ -52,8 +50,6 @@ class Recorder:
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
         self.costs: Callable[[Op, int], float] | None = None
         """How many times as long as usual an op of an iteration takes, by what its sample costs; above 0."""
-        self.sums: Callable[[Sequence[Op], Sequence[float], int], tuple[float, ...] | None] = lambda *_: None
-        """Of ops of one kind on a slice, with the seconds that each took, and their iteration: `OpTime.sums`."""
 
     def begin(self, iteration: int, *, traced: bool) -> None:
         """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
@@ -104,8 +100,7 @@ class Recorder:
         if self.costs is None:
             return OpTime(kind, slice_, len(ops), statistics.median(seconds))
         usual = [one / self.costs(op, self._iteration) for op, one in zip(ops, seconds, strict=True)]
-        return OpTime(kind, slice_, len(ops), statistics.median(usual), _misfit(usual),
-                      self.sums(ops, seconds, self._iteration))
+        return OpTime(kind, slice_, len(ops), statistics.median(usual), _misfit(usual))
 
     def _stamp(self) -> Stamp:
         return _event() if self._on_gpu else perf_counter()

@@ -57,8 +57,7 @@ class Generation:
         self._part = OrderContext(context=context, order=order, schedule=schedule, whole=whole, session=self._session,
                                   activity=self._activity,
                                   samples=DealtSamples(whole or schedule, context.corpus, context.config.training,
-                                                       context.placement, order.costs,
-                                                       self._session.require))
+                                                       context.placement, self._session.require))
         self._part.samples.begin(order.first_iteration)  # beside connecting
         self._reports = Reports(self._part)
         self._training: Training | None = None

@@ -72,8 +72,6 @@ class Reports:
         if answer is None:
             raise OrderEndedError("the order is over, or node 0 is gone")
         assert answer.iteration == iteration
-        if answer.costs is not None:
-            self._part.samples.change(answer.costs.first, answer.costs.known)
         if answer.save:
             self.save_before = iteration + 1
         context.injector.at(iteration, "reported")

@@ -53,7 +53,7 @@ class Training:
         first, steps = part.order.first_iteration, self.steps
         recorder = recorder_for(setup.slowdowns, context.device, context.group)
         if part.samples.deals:
-            recorder.costs, recorder.sums = part.samples.times_longer, part.samples.sums
+            recorder.costs = part.samples.times_longer
         exchange = self._exchange(part.schedule, self._stretch(first))
         weights = LossWeights(context.corpus, context.config.training, setup.microbatches)
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),

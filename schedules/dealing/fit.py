@@ -14,8 +14,6 @@ Coefficients = tuple[float, float, float]
 """Seconds: of themselves, by a token, by a pair of tokens of a document (its length squared)."""
 
 Rows = npt.NDArray[np.float64]
-SUMS = 10
-"""Of the products of any two of: 1, tokens, squares, each by the seconds that an op took, and 1."""
 
 
 class Fit(NamedTuple):
@@ -52,56 +50,6 @@ def _not_negative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
                 best[some] = found
     a, b, c = (best / scale).tolist()
     return (a, b, c), least
-
-
-def sums_of(sizes: Rows, seconds: Rows) -> tuple[float, ...]:
-    """What ops tell of the coefficients that they have in common, in `SUMS` numbers, which add up over many of them.
-
-    `sizes`: [ops, 3], 1, tokens and squares of each; `seconds`: [ops], above 0.
-    """
-    rows = np.column_stack((sizes / seconds[:, None], np.ones_like(seconds)))
-    return tuple((rows.T @ rows)[np.triu_indices(4)].tolist())
-
-
-class Summed:
-    """Ops that have coefficients in common, as their `sums_of` added up.
-
-    Coefficients are compared with them as if the machine were as fast as makes the error least: it makes no difference
-    how fast it is, and of workers that are not equally fast, each has samples of all sizes.
-    """
-
-    def __init__(self, sums: Rows) -> None:
-        upper = np.zeros((4, 4))
-        upper[np.triu_indices(4)] = sums
-        self._products = upper + np.triu(upper, 1).T
-        self.ops = float(upper[3, 3])
-        self._scale = np.sqrt(np.maximum(upper.diagonal(), np.finfo(float).tiny))
-        values, vectors = np.linalg.eigh(self._products / np.outer(self._scale, self._scale))
-        self._root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T * self._scale
-        """[4, 4]: rows with the same sums, of sizes and of 1, by what ops have taken."""
-
-    def share(self, coefficients: Coefficients) -> float:
-        """Of what ops have taken, on average, by coefficients."""
-        return float(self._products[:3, 3] @ np.array(coefficients)) / self.ops
-
-    def error(self, coefficients: Coefficients) -> float:
-        """The squares of (fitted / taken - 1), added up."""
-        return float(((self._root[:, :3] @ np.array(coefficients) * self._speed(coefficients) - self._root[:, 3]) ** 2
-                      ).sum())
-
-    def fit(self, known: Coefficients, weight: float) -> Coefficients:
-        """As `fit`, where what was `known` counts as much as so many ops: what ops do not tell stays as it was. They
-        are for a machine as fast as known."""
-        speed = self._speed(known)
-        prior = np.diag(self._scale[:3]) * math.sqrt(weight / self.ops)
-        (a, b, c), _ = _not_negative(np.concatenate((self._root[:, :3], prior)),
-                                     np.concatenate((self._root[:, 3], prior @ np.array(known) * speed)))
-        return a / speed, b / speed, c / speed
-
-    def _speed(self, coefficients: Coefficients) -> float:
-        """What coefficients are multiplied by to come next to what ops have taken."""
-        fitted = self._root[:, :3] @ np.array(coefficients)
-        return float(fitted @ self._root[:, 3]) / float(fitted @ fitted)
 
 
 def sizes_of(samples: Sequence[Sequence[int]]) -> Rows:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.cli.run_page import run_page
-from slipstream.runtime.config import ConfigError, LengthCosts
-from slipstream.runtime.coordinator import cost_fit
+from slipstream.runtime.config import ConfigError
 from slipstream.runtime.launch import run
 from slipstream.runtime.model.data.data import load_corpus
 from slipstream.runtime.model.data.loss_weights import LossWeights
@@ -180,49 +179,6 @@ def test_packed_documents_are_dealt_by_their_lengths(documents, training, fork_s
     assert record.cost_error is not None and 0 < record.cost_error < 100  # these costs are none of this machine
     page = run_page(record, tmp_path / "page.html").decode()
     assert "costs known to" in page and '<table id="ops">' in page and "measured / planned" in page
-
-
-@pytest.mark.parametrize("training", [{}, {"clip_norm": 0.5}, {"shard_optimizer": True, "tensor_parallel": 2}])
-def test_costs_that_follow_what_is_measured_are_the_same_for_all(
-        documents, training, fork_server, tmp_path, monkeypatch):
-    """They change all the time here. Would one worker deal by others, samples would be missing, and others count twice.
-
-    Workers die while new ones have been told to some, and come into orders that begin with what has followed so far.
-    """
-    monkeypatch.setattr(cost_fit, "EVERY", 1)
-    monkeypatch.setattr(cost_fit, "LEAST_GAIN", -100.0)
-    known = []
-    look = cost_fit.CostFit.look
-
-    def watched(fit, iteration):
-        found = look(fit, iteration)
-        known.extend([found.current] if found.current is not fit.current else [])
-        return found
-
-    monkeypatch.setattr(cost_fit.CostFit, "look", watched)
-    result = train([at("1.0", 6, "reported"), at("0.1", 13, 1), at("1.0", 21, "O")], fork_server, tmp_path, job=WIDE,
-                   config=uneven(iterations=40, **documents, **training), returns=(Return(Worker(1, 0), 9),))
-    assert len(result.recoveries) >= 3 and len(set(known)) == len(known) >= 5
-
-
-def test_new_costs_are_for_iterations_that_nobody_has_begun_to_deal(documents):
-    """Whoever is told late deals as who was told early."""
-    config, schedule = uneven(**documents), schedule_for(WIDE)
-    data, names = load_corpus(config, WIDE.microbatches), [Microbatch(0, pipeline, index) for pipeline in range(3)
-                                                           for index in range(4)]
-    other = LengthCosts(**dict.fromkeys(("forward", "backward_input", "backward_weight"), [[1.0, 0.0, 0.0]] * 4))
-    found = []
-    for told in (0, 7, None):  # None: it came into an order that begins with them
-        dealt = DealtSamples(schedule, data, config.training, place(schedule.grid, 4), other if told is None else None)
-        found.append([])
-        for iteration in range(12):
-            if iteration == told:
-                dealt.change(8, other)
-            found[-1].append([dealt(name._replace(iteration=iteration)) for name in names])
-        dealt.close()
-    early, late, begun = found
-    assert early == late
-    assert [one == other for one, other in zip(early, begun, strict=True)] == [False] * 8 + [True] * 4
 
 
 def test_costs_of_another_model_are_refused(documents):
