@@ -8,8 +8,8 @@ import typer
 from slipstream.cli.shared.console import duration, out, print_json
 from slipstream.cli.shared.inputs import read_schedule_or_refuse
 from slipstream.cli.shared.options import Json, ScheduleFiles
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.judge import proven_bound
 from slipstream.schedules.check import Violation
 from slipstream.schedules.check import check as violations_of
 from slipstream.schedules.schedule import Schedule

@@ -1,15 +1,13 @@
-"""`slipstream export`: writes a schedule, a job's layers or a checkpoint's model for other libraries."""
+"""`slipstream export`: writes a schedule or a checkpoint's model for other libraries."""
 
 import shlex
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from slipstream.cli.shared.console import answer_no, completing, err, print_json, refuse
 from slipstream.cli.shared.inputs import (
-    read_job_or_refuse,
     read_schedule_or_refuse,
     require_choice,
     require_writable,
@@ -17,64 +15,56 @@ from slipstream.cli.shared.inputs import (
 )
 from slipstream.cli.shared.interrupts import importing
 from slipstream.cli.shared.options import Json
-from slipstream.planner.job.file import JobError
-from slipstream.planner.job.megatron import layout_text
 from slipstream.schedules.check import check
-from slipstream.schedules.primus import PrimusError, primus_table
 from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.torchcsv import TorchCsvError, write_order
 from slipstream.schedules.torchtitan import NEWEST, VERSIONS, torchtitan_flags
 
-FORMATS = ("torch-csv", "torchtitan", "megatron", "primus", "hugging-face")
+FORMATS = ("torch-csv", "torchtitan", "hugging-face")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
-    "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
-    "the --out of a run; for torchtitan either a schedule or such a folder."))]
+    "A schedule file, as `slipstream plan --out` writes it; for hugging-face a checkpoint, or the --out of a run; "
+    "for torchtitan either a schedule or such a folder."))]
 Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="torchtitan, hugging-face: the folder to write.")]
 To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=completing(*FORMATS), help=(
     "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; torchtitan: that, "
-    "and torchtitan's flags for it, or a checkpoint that torchtitan loads; megatron: Megatron-LM's flags for a job's "
-    "layers; primus: the table of AMD Primus' pipeline runner, as JSON; hugging-face: a folder that transformers' "
+    "and torchtitan's flags for it, or a checkpoint that torchtitan loads; hugging-face: a folder that transformers' "
     "`from_pretrained` loads."))]
 Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
 Communication = Annotated[bool, typer.Option("--communication", help=(
     "torch-csv: write sends, receives and reductions too (format compute_comms); without, torch adds them "
     "(compute_only)."))]
 DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
-    "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
+    "torchtitan: the model's decoder layers, two fewer than all layers where embedding and head are layers "
     "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
 TitanVersion = Annotated[str, typer.Option(
     "--titan-version", metavar="VERSION", autocompletion=completing(*VERSIONS),
     help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
-    "torch-csv, primus: write to this file, not to stdout."))]
+    "torch-csv: write to this file, not to stdout."))]
 
 
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
            communication: Communication = False, decoder_layers: DecoderLayers = None,
            titan_version: TitanVersion = NEWEST, out_file: OutFile = None, json: Json = False) -> None:
-    """Write a schedule, a job's layers, or the model of a checkpoint in the format of another library.
+    """Write a schedule, or the model of a checkpoint, in the format of another library.
 
     Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, FORMATS)
     _require_for(to, ("torch-csv",), ("--communication", communication))
-    _require_for(to, ("torch-csv", "primus"), ("--out", out_file))
+    _require_for(to, ("torch-csv",), ("--out", out_file))
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
-    _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
+    _require_for(to, ("torchtitan",), ("--decoder-layers", decoder_layers))
     _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
     require_choice("--titan-version", titan_version, tuple(VERSIONS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
-        refuse(f"{folder}: --to {to} writes to {'stdout' if to == 'megatron' else '--out FILE'}")
+        refuse(f"{folder}: --to {to} writes to --out FILE")
     if to == "hugging-face" or (to == "torchtitan" and file.is_dir()):
         if pipeline or decoder_layers:
             refuse(f"--pipeline and --decoder-layers: only with a schedule, and {file} is a folder")
         _of_checkpoint(file, folder, to, json)
-    elif to == "megatron":
-        _to_megatron(file, decoder_layers, json)
-    elif to == "primus":
-        _to_primus(file, out_file, json)
     elif to == "torchtitan":
         _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, json)
     else:
@@ -148,41 +138,6 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
               f"-m torchtitan.train {VERSIONS[version].what}", soft_wrap=True)
-
-
-def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
-    job = read_job_or_refuse(file)
-    if job.layers is None:
-        refuse(f"{file}: has no [placement] layers; `slipstream profile` writes them")
-    counts = job.layers[:job.depth]
-    if decoder_layers is None:
-        refuse(f"--to megatron: give --decoder-layers {sum(counts)}, or {sum(counts) - 2} where embedding and head are "
-               "layers of the job")
-    if job.chains > 1 or any(column != stage % job.stages for stage, column in enumerate(job.columns)):
-        refuse(f"{file}: Megatron-LM deals stages to ranks in turn; expected [placement] order = 'interleaved', or one "
-               "stage a worker")
-    try:
-        layout = layout_text(counts, decoder_layers)
-    except JobError as error:
-        refuse(f"{file}: {error}")
-    if json:
-        print_json({"pipeline_model_parallel_size": job.stages, "pipeline_model_parallel_layout": layout})
-    else:
-        typer.echo(f"--pipeline-model-parallel-size {job.stages} "
-                   f"--pipeline-model-parallel-layout {shlex.quote(layout)}")
-
-
-def _to_primus(file: Path, out_file: Path | None, json: bool) -> None:
-    schedule = _read_valid(file, 0)
-    try:
-        table = primus_table(schedule)
-    except PrimusError as error:
-        answer_no(f"{file}: {error}")
-    if out_file is not None:
-        write_or_refuse(out_file, msgspec.json.encode(table))
-        err.print(f"written to {out_file}", soft_wrap=True)
-    if json or out_file is None:
-        print_json(table)
 
 
 def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> None:

@@ -1,17 +1,15 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
-from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from slipstream.cli.drawing.text_timeline import timeline
-from slipstream.cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
+from slipstream.cli.shared.console import completing, err, out, print_json, refuse, screen
 from slipstream.cli.shared.inputs import (
     encoded_or_refuse,
     failed_workers,
     read_job_or_refuse,
-    read_text_or_refuse,
     require_choice,
     require_writable,
     write_or_refuse,
@@ -35,25 +33,13 @@ from slipstream.cli.shared.options import (
     Verbose,
 )
 from slipstream.cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
-from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
-from slipstream.planner.job.file import Job, JobError
-from slipstream.planner.judge import judge_order
-from slipstream.planner.model.problem import NoPlanError
+from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from slipstream.planner.options import LAYERS
-from slipstream.planner.plan import Plan
-from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import BANDWIDTH, Alternative, alternatives, plan_report, transition
 from slipstream.schedules.codec import MAX_OPS
-from slipstream.schedules.schedule import OptimizerMode
-from slipstream.schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
     "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]
-Given = Annotated[tuple[str, Path] | None, typer.Option("--from", rich_help_panel=PLANNED, metavar="FORMAT FILE", help=(
-    "Time and check an existing order instead of planning one. FORMAT is torch-csv: what torch.distributed.pipelining "
-    "writes and loads, one row for each rank."))]
-
-
 LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=PLANNED, metavar="fixed|move",
                                          autocompletion=completing("fixed", "move"), help=(
     "fixed: layers stay with the workers that hold them, as right after a failure, and a micro-batch may be cut within "
@@ -75,8 +61,7 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
          backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
          time_limit: TimeLimit = 10.0, steps: Steps = None, params: Params = None, normalise: Normalise = False,
          layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH,
-         seed: Seed = 0, given: Given = None, out_file: OutFile = None, verbose: Verbose = False,
-         json: Json = False) -> None:
+         seed: Seed = 0, out_file: OutFile = None, verbose: Verbose = False, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
@@ -88,26 +73,19 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
                "plan fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
-    again: Recomputation | None = None
-    if given is not None:
-        if failed or failed_node or backward or normalise or layers != "fixed" or from_checkpoint:
-            refuse("--from gives the order: leave out --failed, --failed-node, --backward, --normalise, "
-                   "--layers and --from-checkpoint")
-        made = _judge(wanted, *given, optimizer=optimizer)
-    else:
-        _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
-        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
-                               steps=steps, params=params, seed=seed, layers=layers, from_checkpoint=from_checkpoint)
-        again = chosen_recomputation(job, wanted, options)
-        if again is not None:
-            left = 1 - options.params.blocks.recomputed_share
-            wanted, options = again.job, options.within(left * options.seconds)
-        clock = options.clock()
-        made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
-        if not json:  # what is only printed has time of its own: the same schedule is written with --json
-            comparing = min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
-            others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
-                                       clock=clock))
+    _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
+    options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
+                           steps=steps, params=params, seed=seed, layers=layers, from_checkpoint=from_checkpoint)
+    again = chosen_recomputation(job, wanted, options)
+    if again is not None:
+        left = 1 - options.params.blocks.recomputed_share
+        wanted, options = again.job, options.within(left * options.seconds)
+    clock = options.clock()
+    made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
+    if not json:  # what is only printed has time of its own: the same schedule is written with --json
+        comparing = min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
+        others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
+                                   clock=clock))
     if out_file is not None:
         write_or_refuse(out_file, encoded_or_refuse(made.schedule))
     if json:
@@ -132,20 +110,3 @@ def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> 
         refuse("--normalise moves whole roles, --layers move any layers: take one")
     if from_checkpoint and layers != "move":
         refuse("--from-checkpoint: only with --layers move")
-
-
-def _judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
-    """Time and check the order in a file. Exits 2 where it is none for this job, 1 where it breaks a rule."""
-    require_choice("--from", form, ("torch-csv",))
-    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
-    try:
-        rows = read_order(read_text_or_refuse(path, MAX_BYTES), str(path))
-        compile_planner()
-        judged = judge_order(job, rows, str(path), optimizer=cast(OptimizerMode, optimizer or "staggered"))
-    except (JobError, TorchCsvError) as error:
-        refuse(error)
-    except NoPlanError as error:
-        answer_no(error)
-    if judged.violations:
-        answer_no(f"{path}: breaks a rule: {judged.violations[0]}")
-    return judged.plan

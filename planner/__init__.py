@@ -13,8 +13,8 @@
     normalise    chooses which roles stay vacant, for a number of failures
     failures     what a run asks for when workers fail, slow down or come back
     report       what a plan moves, how long that takes, when it pays; what else could be done; `slipstream plan --json`
-    judge        times and checks an order that another tool made; proves the bound that a file states
     tables/      builds tables of schedules
+    bound_verifier  proves the bound that a file states
 
 Other programs use the names below. Each is imported when it is first asked for, so that reading a job does not wait for
 the solver.
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from slipstream.planner.job.file import JobError as JobError
     from slipstream.planner.job.file import parse_job as parse_job
     from slipstream.planner.job.file import read_job as read_job
-    from slipstream.planner.judge import Judged as Judged
-    from slipstream.planner.judge import judge_order as judge_order
     from slipstream.planner.model.problem import NoPlanError as NoPlanError
     from slipstream.planner.normalise import normalised as normalised
     from slipstream.planner.options import PlanOptions as PlanOptions
@@ -41,7 +39,6 @@ _HOMES = {
     "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",
     "FailurePlanner": "failures", "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
     "PlanOptions": "options", "normalised": "normalise",
-    "Judged": "judge", "judge_order": "judge",
 }
 """Public names, and the module that each lives in."""
 

@@ -1,4 +1,4 @@
-"""Orders of ops as torch.distributed.pipelining writes and reads them: CSV, a row a rank, a cell an action.
+"""Orders of ops as torch.distributed.pipelining reads them: CSV, a row a rank, a cell an action.
 
 An action is the stage's number, what is done, and the micro-batch's number: `2F0`, `2I0`, `2W0`, `2B0`; with
 communication also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of one
@@ -7,35 +7,18 @@ pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRun
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from slipstream.schedules.graph import Transfer, programs_of, transfers, with_transfers
 from slipstream.schedules.layers import short
 from slipstream.schedules.precedence import op_key
 from slipstream.schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
-MAX_BYTES = 64 * 2**20
 MEND = "export a plan with all workers alive, each with its own layers and micro-batches"
-_ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
-_OTHER = re.compile(r"\d{1,9}(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d{1,9})")
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class TorchCsvError(ValueError):
-    """An order that this format cannot express, or a file that does not hold one. The message is one line."""
-
-
-class Action(NamedTuple):
-    """A compute op of a rank."""
-
-    kind: OpKind
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+    """An order that this format cannot express. The message is one line."""
 
 
 def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
@@ -52,32 +35,6 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def read_order(text: str, source: str = "CSV") -> list[list[Action]]:
-    """The compute ops of each rank, in order; sends, receives and the like are passed over.
-
-    Pairs that a file wants to overlap (`(0F1;1B0)OVERLAP_F_B`) are read one after the other. Raises TorchCsvError.
-    torch 2.13's Schedule1F1B numbers the forwards of its last rank from 1; they are read as from 0.
-    """
-    rows = []
-    try:
-        for line, cells in enumerate(csv.reader(io.StringIO(text)), 1):
-            rows.append([action for cell in cells for action in _parse(cell.strip(), f"{source}: line {line}")])
-    except csv.Error as error:
-        raise TorchCsvError(f"{source}: not readable as CSV: {error}") from None
-    if not any(rows):
-        raise TorchCsvError(f"{source}: holds no action; expected a row per rank of cells such as 0F0, 0I0 or 0B0")
-    return [*rows[:-1], _from_0(rows[-1])]
-
-
-def _from_0(row: list[Action]) -> list[Action]:
-    """A row whose forwards are numbered from 1 on and whose backwards from 0 on, with both from 0 on."""
-    forwards, backwards = ([action.microbatch for action in row if action.kind is kind]
-                           for kind in (OpKind.F, OpKind.B))
-    if forwards != list(range(1, len(forwards) + 1)) or backwards != list(range(len(forwards))):
-        return row
-    return [action._replace(microbatch=action.microbatch - 1) if action.kind is OpKind.F else action for action in row]
 
 
 def _require_expressible(schedule: Schedule, pipeline: int) -> None:
@@ -127,7 +84,7 @@ def _row(ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker,
             yield _transfer(step, worker)
         elif step.kind in COMPUTE_KINDS:
             kind, stage, _, microbatch = op_key(step)
-            yield str(Action(kind, stage, microbatch))
+            yield f"{stage}{kind}{microbatch}"
         elif step.kind is OpKind.A and crossing is not None:
             yield f"{step.slice}REDUCE_GRAD"
 
@@ -139,17 +96,3 @@ def _transfer(transfer: Transfer, worker: Worker) -> str:
     if transfer.target == worker:
         return f"{transfer.slice}RECV_{letter}{transfer.microbatch}"
     return f"{transfer.slice + (-1 if forward else 1)}SEND_{letter}{transfer.microbatch}"
-
-
-def _parse(cell: str, where: str) -> Iterator[Action]:
-    if not cell or _OTHER.fullmatch(cell):
-        return
-    overlap = _OVERLAP.fullmatch(cell)
-    if overlap:
-        for part in overlap[1].split(";"):
-            yield from _parse(part.strip(), where)
-        return
-    match = _ACTION.fullmatch(cell)
-    if match is None:
-        raise TorchCsvError(f"{where}: {cell[:40]!r} is not an action; expected one such as 0F0, 0I0, 0W0 or 0B0")
-    yield Action(OpKind(match[2]), int(match[1]), int(match[3]))

@@ -7,40 +7,12 @@ three of what is within, and commas mean nothing. Stages are dealt to ranks in t
 """
 
 import re
-from collections.abc import Sequence
-from itertools import groupby
 
 from slipstream.planner.job.toml import JobError, shortened
 from slipstream.schedules.schedule import MAX_WORKERS
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")
 _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
-
-
-def layout_text(counts: Sequence[int], decoder_layers: int) -> str:
-    """The layout of stages of so many layers each.
-
-    Embedding and head are the first and last of the layers where there are two more than `decoder_layers`; where there
-    are as many, they come on top. Raises JobError for any other number.
-    """
-    layers = sum(counts)
-    if layers - decoder_layers not in (0, 2):
-        raise JobError(f"--decoder-layers {decoder_layers}: the job has {layers} layers; expected {layers}, or "
-                       f"{layers - 2} where embedding and head are layers of it")
-    decoders = list(counts)
-    if layers != decoder_layers:
-        if not decoders[0] or not decoders[-1]:
-            raise JobError("placement.layers gives the first or the last stage no layer; expected embedding and head "
-                           "there")
-        decoders[0] -= 1
-        decoders[-1] -= 1
-    stages = [f"t*{count}" if count > 1 else "t" * count for count in decoders]
-    stages[0] = f"E{stages[0]}"
-    text = ""
-    for stage, equal in groupby(stages[:-1]):
-        times = len(list(equal))
-        text += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
-    return f"{text}{stages[-1]}L"
 
 
 def layout_counts(key: str, layout: str) -> tuple[int, ...]:

@@ -106,8 +106,8 @@ class DealtSamples:
     """The samples of a schedule's names, by the costs that are known of them; without costs, each has its own name.
 
     A thread of its own computes an iteration while the one before is run. Who waits for that thread calls `require`
-    now and then, which raises what shall end the wait: where nothing is compiled yet, each process compiles first, which
-    takes many seconds.
+    now and then, which raises what shall end the wait: where nothing is compiled yet, each process compiles first,
+    which takes many seconds.
     """
 
     def __init__(self, schedule: Schedule, data: Data, training: TrainingConfig, placement: Placement,

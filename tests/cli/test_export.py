@@ -37,14 +37,10 @@ def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_there_and_back(files):
+def test_an_order_is_written(files):
     written = slipstream("export", files / "whole.json", "--to", "torch-csv", "--out", files / "order.csv")
     assert written.exit_code == 0 and written.stdout == ""
     assert (files / "order.csv").read_text() == slipstream("export", files / "whole.json").stdout
-    back = slipstream("plan", files / "job.toml", "--from", "torch-csv", files / "order.csv", "--json")
-    assert back.exit_code == 0, back.output
-    answer, whole = json.loads(back.stdout), codec.read(files / "whole.json")
-    assert answer["period"] == whole.period_ticks and answer["lower_bound"] == whole.lower_bound_ticks
     full = json.loads(slipstream("export", files / "whole.json", "--communication", "--json").stdout)
     assert full["format"] == "compute_comms" and "1RECV_F0" in full["csv"] and "0REDUCE_GRAD" in full["csv"]
 
@@ -59,13 +55,9 @@ def test_what_torch_cannot_run_is_answered_no(files):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["export", "whole.json", "--to", "onnx"],
-     "--to onnx: expected one of torch-csv, torchtitan, megatron, primus, hugging-face"),
+     "--to onnx: expected one of torch-csv, torchtitan, hugging-face"),
     (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
     (["export", "job.toml"], "job.toml: no readable schedule"),
-    (["plan", "job.toml", "--from", "csv", "order.csv"], "--from csv: expected torch-csv"),
-    (["plan", "job.toml", "--from", "torch-csv", "order.csv"], "order.csv: cannot be read"),
-    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is not an action"),
-    (["plan", "job.toml", "--from", "torch-csv", "x.csv", "--failed", "0.0"], "leave out --failed"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):
     monkeypatch.chdir(files)
@@ -98,32 +90,3 @@ def test_microbatches_that_are_not_cut_at_the_stages_cannot_be_written():
     plain = replace(schedule, seats=tuple(replace(seat, holds=None) for seat in schedule.seats))
     with pytest.raises(TorchCsvError, match=r"0\.1 is not cut at the stages: layers 0 to 2 run as one slice"):
         write_order(plain)
-
-
-LAYERED = JOB + "[placement]\nlayers = [4, 4]\n"
-
-
-def test_layers_for_megatron(files):
-    (files / "layered.toml").write_text(LAYERED)
-    done = slipstream("export", files / "layered.toml", "--to", "megatron", "--decoder-layers", 6)
-    assert done.exit_code == 0
-    assert done.stdout == "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|t*3L'\n"
-    answer = json.loads(slipstream("export", files / "layered.toml", "--to", "megatron", "--decoder-layers", 8,
-                                   "--json").stdout)
-    assert answer == {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*4|t*4L"}
-
-
-@pytest.mark.parametrize(("job", "options", "says"), [
-    (JOB, ["--decoder-layers", 2], "has no [placement] layers; `slipstream profile` writes them"),
-    (LAYERED, [], "give --decoder-layers 8, or 6 where embedding and head are layers of the job"),
-    (LAYERED, ["--decoder-layers", 7], "--decoder-layers 7: the job has 8 layers; expected 8, or 6"),
-    (JOB + "[placement]\nchunks = 2\norder = 'v'\nlayers = [2, 2, 2, 2]", ["--decoder-layers", 8],
-     "Megatron-LM deals stages to ranks in turn; expected [placement] order = 'interleaved'"),
-    (LAYERED, ["--decoder-layers", 8, "--out", "x"], "--out: only with --to torch-csv"),
-    (LAYERED, ["x"], "x: --to megatron writes to stdout"),
-])
-def test_what_megatron_cannot_have_is_refused_in_one_line(files, job, options, says):
-    (files / "layered.toml").write_text(job)
-    done = slipstream("export", files / "layered.toml", *options, "--to", "megatron")
-    assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert says in done.stderr

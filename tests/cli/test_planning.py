@@ -35,7 +35,7 @@ def not_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [
-    "plan job.toml", "plan job.toml --from torch-csv order.csv", "table job.toml --max-failures 1 --jobs 1 --out other",
+    "plan job.toml", "table job.toml --max-failures 1 --jobs 1 --out other",
     "lookup table --failed 0.1", "simulate job.toml --policy recycle --days 1 --json"])
 def test_commands_that_plan_say_that_they_compile_first(job, not_compiled, tmp_path, arguments):
     first, second = (CliRunner().invoke(app, arguments.split()) for _ in range(2))

@@ -127,7 +127,7 @@ def test_what_torchtitan_cannot_run_is_answered_no_in_one_line(tmp_path, schedul
     (["--to", "torchtitan", "--communication"], "--communication: only with --to torch-csv"),
     (["--titan-version", "0.2.2"], "--titan-version: only with --to torchtitan"),
     (["--to", "torchtitan", "--titan-version", "1.0"], "--titan-version 1.0: expected 0.3.0 or 0.2.2"),
-    (["--decoder-layers", "3"], "--decoder-layers: only with --to torchtitan or megatron"),
+    (["--decoder-layers", "3"], "--decoder-layers: only with --to torchtitan"),
 ])
 def test_options_of_other_formats_are_refused(tmp_path, arguments, says):
     plan = plan_file(tmp_path / "plan.json", grid(1, 2, 3))

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact
-from slipstream.planner.judge import proven_bound
 from slipstream.planner.model.bounds import period_bound
 from slipstream.planner.model.from_job import layered_problem
 from slipstream.planner.model.problem import NoPlanError, Question

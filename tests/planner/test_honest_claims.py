@@ -11,8 +11,8 @@ import slipstream.cli.plan as plan_command
 import slipstream.planner.plan as planner_plan
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
 from slipstream.cli.fleet.loads import Loads
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError
-from slipstream.planner.judge import proven_bound
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound

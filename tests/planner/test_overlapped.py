@@ -13,9 +13,9 @@ from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import LINK, drawing
 from slipstream.cli.shared.schedule_summary import busy_shares
 from slipstream.cli.timeline_page import Shown, timeline_data
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.network import Network
-from slipstream.planner.judge import proven_bound
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import overlaps, without_reductions

@@ -11,8 +11,8 @@ from math import ceil, floor
 import pytest
 from ortools.sat.python import cp_model
 
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import Job
-from slipstream.planner.judge import proven_bound
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only

@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact, layer_costs
-from slipstream.planner.judge import proven_bound
 from slipstream.planner.model.bounds import least_of
 from slipstream.planner.model.from_job import FINEST, layered_problem, tick_of
 from slipstream.planner.model.problem import NoPlanError, Question

@@ -1,9 +1,7 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slipstream.planner.job.file import JobError, parse_job, placement_table
-from slipstream.planner.job.megatron import layout_counts, layout_text
+from slipstream.planner.job.megatron import layout_counts
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.runtime.running import schedule_for
@@ -20,14 +18,6 @@ layers = {}
 """
 
 
-@given(st.lists(st.integers(0, 12), min_size=2, max_size=12), st.booleans())
-def test_there_and_back(decoders, own):
-    """With embedding and head as layers of their own, or on top of the first and last stage's layers."""
-    counts = [decoders[0] + 1, *decoders[1:-1], decoders[-1] + 1]
-    text = layout_text(counts if own else decoders, sum(decoders))
-    assert layout_counts("layers", text) == tuple(counts)
-
-
 @pytest.mark.parametrize(("layout", "counts"), [
     ("Et*3|(tt|)*29,m|L", None),  # of Megatron Core's user guide: DeepSeek-V3, with a layer for multi-token prediction
     ("Et*3|(tt|)*29,t|L", (4, *[2] * 29, 1, 1)),
@@ -42,17 +32,6 @@ def test_known_layouts(layout, counts):
             layout_counts("layers", layout)
     else:
         assert layout_counts("layers", layout) == counts
-
-
-@pytest.mark.parametrize(("counts", "decoder_layers", "layout"), [
-    ([8, 8, 8, 8], 32, "Et*8|(t*8|)*2t*8L"),
-    ([9, 8, 8, 9], 32, "Et*8|(t*8|)*2t*8L"),
-    ([4, *[2] * 29, 1, 1], 62, "Et*3|(t*2|)*29t|L"),
-    ([3], 1, "EtL"),
-    ([1, 1, 1], 1, "E|t|L"),
-])
-def test_layouts_as_they_are_written(counts, decoder_layers, layout):
-    assert layout_text(counts, decoder_layers) == layout
 
 
 def test_a_job_takes_a_layout_for_its_layers():

@@ -1,0 +1,115 @@
+"""Bound verifier: proves again the lower bound that a schedule's file states, from the file alone."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import msgspec
+
+from slipstream.planner.budget import Budget
+from slipstream.planner.model.bounds import least_of, strongest_bound
+from slipstream.planner.model.decompose import decompose
+from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
+from slipstream.planner.model.problem import Bound, LayerTicks, Problem, Question
+from slipstream.planner.normalise import Windows
+from slipstream.planner.overlapped import exposed_anywhere, least_of_columns
+from slipstream.planner.params import DEFAULTS
+from slipstream.planner.report import shared_ticks
+from slipstream.planner.search.incumbent import options
+from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
+
+
+def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
+    """A bound for the question that the schedule's own answers, with these workers and the room they have.
+
+    Where micro-batches may be cut or layers moved, it counts what a file tells of the costs of layers. Files of before
+    do not tell them: then only work bounds the period, and the optimizer step of a layer. With a budget, CP-SAT proves
+    what is claimed of a small problem and is more than that.
+    """
+    found, claimed = _counted(schedule), schedule.lower_bound_ticks
+    if budget is None or found.ticks >= claimed or schedule.scope not in (Scope.OWN, Scope.STAGES):
+        return found
+    from slipstream.planner.search.cpsat import PROVED, excludes  # the solver takes a third of a second to load
+
+    problem = _problem(schedule, _vacant(schedule))
+    # Pipelines that share no micro-batches are independent: what is proven of one holds for all.
+    parts = [problem] if problem.sharing else [piece.problem for piece in decompose(problem)]
+    if any(options(part) <= DEFAULTS.cp_sat.largest_proof and excludes(part, claimed, budget) for part in parts):
+        return Bound(claimed, schedule.scope, PROVED)
+    return found
+
+
+def _counted(schedule: Schedule) -> Bound:
+    """What can be proven without a search."""
+    if schedule.times.of_layers and schedule.scope in (*([] if schedule.overlaps else [Scope.PLACE]), Scope.LAYERS):
+        return _least(schedule, schedule.times.of_layers)
+    if schedule.scope is Scope.LAYERS:
+        ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
+        return Bound(ticks, Scope.LAYERS)
+    if schedule.scope is Scope.ROLES:
+        return Windows(lambda failed: _problem(schedule, failed)).least(len(schedule.failed))
+    problem = _problem(schedule, _vacant(schedule))
+    bound = strongest_bound(problem)
+    return Bound(bound.ticks, schedule.scope, bound.counts)
+
+
+def _vacant(schedule: Schedule) -> list[Worker]:
+    return [role for role in schedule.grid.workers() if role not in schedule.player_of]
+
+
+def _exposed(schedule: Schedule) -> tuple[int, ...]:
+    """What remains of reductions after the last W of a worker where they overlap, by stage: the least that one of its
+    layers takes, where the file tells that, else nothing."""
+    told = schedule.times.of_layers
+    if not told:
+        return (0,) * len(schedule.grid.stages)
+    return least_of_columns(schedule.grid, [math.floor(min(told.all_reduce[slice(*layers)]) / Fraction(*told.per_tick))
+                                            for layers in schedule.grid.layers_by_stage])
+
+
+def _problem(schedule: Schedule, failed: Sequence[Worker]) -> Problem:
+    """The problem of a schedule in place, with these roles vacant. Of workers that are down none is slow."""
+    grid, scope = schedule.grid, schedule.scope
+    slow = tuple(one for one in schedule.times.slow if one.worker in schedule.seat_of)
+    reduced = _exposed(schedule) if schedule.overlaps else schedule.times.all_reduce
+    return held_problem(
+        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
+        times=msgspec.structs.replace(schedule.times, slow=slow, all_reduce=reduced), memory=schedule.memory,
+        holds=in_place(grid, failed), backward=schedule.backward, optimizer=schedule.optimizer,
+        sharing=scope is not Scope.OWN,
+        parts=() if scope in (Scope.OWN, Scope.STAGES) else _parts(schedule))
+
+
+def _parts(schedule: Schedule) -> tuple[int, ...]:
+    """Into how many equal layers stages may be cut. Where the file does not tell what layers cost, only the work counts
+    of a stage of several."""
+    if schedule.times.of_layers:
+        return equal_parts(schedule.grid, _costs(schedule.times.of_layers))
+    return tuple(int(end - first == 1) for first, end in schedule.grid.layers_by_stage)
+
+
+def _costs(told: LayerCosts) -> LayerTicks:
+    return LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
+
+
+def _least(schedule: Schedule, told: LayerCosts) -> Bound:
+    """A bound for all layouts, where layers cost at least what the file tells."""
+    grid, memory = schedule.grid, schedule.memory
+    per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
+    costs = _costs(told)
+    if schedule.overlaps:  # reductions may go on beside all compute but the last
+        costs = msgspec.structs.replace(costs, all_reduce=(0,) * grid.layer_count)
+    if memory is not None:
+        others = tuple(Room(one.worker, math.ceil(one.capacity * per_unit)) for one in memory.capacity_of or ())
+        memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,
+                                         capacity=tuple(math.ceil(room * per_unit) for room in memory.capacity))
+    shared = schedule.scope is Scope.PLACE and all(seat.holds is None for seat in schedule.seats)
+    below = problem_of_layers(
+        costs, msgspec.structs.replace(schedule.times, transfer=math.floor(schedule.times.transfer * per_tick)), memory,
+        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
+        holds={worker: schedule.holds(worker) for worker in schedule.members}, backward=schedule.backward,
+        optimizer=schedule.optimizer, question=Question(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
+        sharing=shared, parts=equal_parts(grid, costs) if shared else ())
+    bound = least_of(below)
+    beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / per_tick) + beyond)
