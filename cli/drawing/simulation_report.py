@@ -13,9 +13,9 @@ BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""
 COLOURS = {
     "slipstream": "#128a63", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
-    "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
-    "trainmover": "#1b9e9e", "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
-    "ft-hsdp": "#a6761d", "byterobust": "#3182bd",
+    "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195",
+    "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
+    "ft-hsdp": "#a6761d",
     "fault-scaled": "#7d8590", "work-conserving": "#aaaaaa",
 }
 MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")

@@ -317,15 +317,14 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
 FIDELITY_SEEDS = 5
 STEADY = {"recycle": ("6.7B", published.RECYCLE_6_7B), "oobleck": ("6.7B", published.OOBLECK_6_7B_MAX),
           "bamboo": ("350M", published.BAMBOO_350M_MAX)}
-EFFECTIVE_TIME = (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart", 0.44),
-                  ("byterobust", "byterobust", 0.97))
+EFFECTIVE_TIME = (("ft-hsdp", "ft-hsdp", 0.80), ("ft-hsdp", "checkpoint-restart", 0.44))
 """Published effective training time by case and policy."""
 
 
 def fidelity(results: Sequence[CaseResult] = ()) -> list[Fidelity]:
     """Of ReCycle, Oobleck and Bamboo: mean throughput over 0 to 9 failures, and over the published trace.
 
-    Of FT-HSDP and ByteRobust the effective training time in their cases, where `results` have them.
+    Of FT-HSDP the effective training time in its case, where `results` have that.
     """
     return [*_throughput_fidelity(), *(
         Fidelity(policy=name, what=f"effective training time, case {case}", published=share,
@@ -363,7 +362,7 @@ def _over_published_trace(name: str, throughputs: Throughputs, costs: Costs) -> 
     return statistics.fmean(means)
 
 
-RETURNED = (("ft-hsdp", "ft-hsdp"), ("byterobust", "byterobust"))
+RETURNED = (("ft-hsdp", "ft-hsdp"),)
 """Pairs (case, policy): what of that policy's loss work that goes to whoever has time brings back."""
 
 

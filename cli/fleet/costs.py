@@ -2,8 +2,7 @@
 
 Figures of other systems are published measurements, by model size. Between two sizes they are interpolated over the
 logarithm of the number of parameters; outside the range the nearest one is used. Sources: [O] Oobleck (SOSP 2023), its
-paper and its simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk; [T]
-TrainMover (OSDI 2026, arXiv 2412.12636).
+paper and its simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk.
 """
 
 import math
@@ -46,21 +45,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Throughput of Bamboo, with its redundant forwards, over that of 1F1B, no worker down: measured, 350M [R]."""
     bamboo_max_covered_share: float = 0.05
     """With more than this share of dead stages run by predecessors, Bamboo forms new pipelines [B]."""
-    spare_share: float = 0.05
-    """Share of the machines kept as hot spares, in whole pipelines; at least one pipeline."""
-    spare_seconds: float = 180.0
-    """To replace a dead worker with a hot spare: "within minutes"."""
-    byterobust_seconds: float = 570.0
-    """Lost at a failure, so that 97 % is left at one in 5.3 h: 9,600 GPUs at Llama 3's one in 50,700 GPU-hours. Our
-    reading of ByteRobust (arXiv 2509.16293), which gives the 97 % and the size."""
     ft_hsdp_stall_seconds: float = 180.0
     """For which all stand still at a failure: 3 minutes (FT-HSDP, arXiv 2602.00277, abstract)."""
     ft_hsdp_restart_seconds: float = 600.0
     """For a replica to restart: the 10 minutes that synchronous training needs there (abstract)."""
     plan_seconds: float = 0.0
     """From a failure to a settled plan for it; none where a table has it."""
-    standby_seconds: float = 20.0
-    """To replace one with a standby machine that is warmed up, its state included: about 20 s [T]."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4) -> Costs:

@@ -10,10 +10,9 @@ from slipstream.cli.fleet.policies.recycle import ReCycle
 from slipstream.cli.fleet.policies.references import FaultScaled, WorkConserving
 from slipstream.cli.fleet.policies.restart import Restart
 from slipstream.cli.fleet.policies.slipstream import Slipstream, SlipstreamFixed
-from slipstream.cli.fleet.policies.spares import ByteRobust, Spares, TrainMover
 from slipstream.cli.fleet.policies.torchft import FTHSDP, TorchFT
 from slipstream.cli.fleet.policy import Policy
 
 POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (
     Slipstream, SlipstreamFixed, ReCycle, Oobleck, ElasWave, Malleus, ResiHP, Bamboo, TorchFT, FTHSDP,
-    Restart, Spares, TrainMover, ByteRobust, FaultScaled, WorkConserving)}
+    Restart, FaultScaled, WorkConserving)}

@@ -23,7 +23,7 @@ from tests.cli.fleet.small import failing, job
 
 LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
 """Presets of which a plan takes a second: a shorter trace. `benchmarks.traces` has long ones for all."""
-FOLLOWED = ("recycle", "torchft", "checkpoint-restart", "hot-spares")
+FOLLOWED = ("recycle", "torchft", "checkpoint-restart")
 
 
 @cache

@@ -25,9 +25,7 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
 @pytest.mark.parametrize(("name", "rate"), [
     ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
     ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
-    ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("trainmover", 18 / 31),
-    ("byterobust", 18 / 31), ("ft-hsdp", WHOLE),
-    ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
+    ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("ft-hsdp", WHOLE),
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
 def test_rates_with_all_workers_alive(name, rate):
     assert run(name).fault_free_rate == pytest.approx(rate)

@@ -1,4 +1,4 @@
-"""Policies that drop, restart or replace: torchft, restarts from a checkpoint, spares, TrainMover."""
+"""Policies that drop or restart: torchft, FT-HSDP, restarts from a checkpoint."""
 
 import numpy as np
 import pytest
@@ -38,22 +38,6 @@ def test_restart_takes_newcomers_in_after_a_checkpoint():
     result = run("checkpoint-restart", lose(100.0, 0), gain(400.0, 0), scenario={"between": 500.0})
     assert [name for name, _ in spans(result)].count("RESTART") == 2
     assert result.rate[-1] == pytest.approx(WHOLE * 100 / 110)
-
-
-def test_hot_spares_take_the_place_of_the_dead():
-    result = run("hot-spares", lose(100.0, 0), lose(500.0, 1), lose(800.0, 2))
-    assert spans(result)[:4] == [("RUN", 100.0), ("SWITCH", 180.0), ("LOAD", 3.0), ("LOST", 9 / (18 / 31))]
-    assert result.rate[-1] in (0.0, pytest.approx(18 / 58))  # three left: one pipeline of 18 micro-batches
-
-
-def test_spares_cannot_replace_the_last_holder_of_a_stage():
-    result = run("hot-spares", lose(100.0, 0, 2))  # two pipelines run: both workers of stage 0
-    assert "RESTART" in [name for name, _ in spans(result)]
-
-
-def test_trainmover_replaces_in_seconds():
-    result = run("trainmover", lose(100.0, 0))
-    assert spans(result)[1:3] == [("SWITCH", 17.0), ("LOAD", 3.0)], "20 seconds in all"
 
 
 def test_a_failure_stalls_ft_hsdp_once():

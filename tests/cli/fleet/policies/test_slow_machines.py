@@ -13,7 +13,7 @@ from tests.cli.fleet.small import COSTS, WHOLE, InPlace, failing, gain, lose, ru
 
 
 def test_who_does_not_balance_waits_for_the_slowest():
-    for name in ("recycle", "oobleck", "torchft", "hot-spares", "bamboo", "elaswave"):
+    for name in ("recycle", "oobleck", "torchft", "bamboo", "elaswave"):
         result = run(name, slow(500.0, 1, 2.0))
         assert result.throughput == pytest.approx(0.75 * result.fault_free_rate), name
     both = run("recycle", slow(100.0, 1, 2.0), slow(200.0, 3, 1.5), slow(300.0, 1, 1.0), slow(400.0, 3, 1.0))
