@@ -16,7 +16,6 @@ from slipstream.cli.help import Command, write_options, write_section
 from slipstream.cli.shared.console import complain, near
 from slipstream.cli.shared.interrupts import importing
 from slipstream.cli.shared.version import version
-from slipstream.cli.start import main as main
 
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",

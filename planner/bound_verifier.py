@@ -15,7 +15,6 @@ from slipstream.planner.normalise import Windows
 from slipstream.planner.overlapped import exposed_anywhere, least_of_columns
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.report import shared_ticks
-from slipstream.planner.search.incumbent import options
 from slipstream.schedules.schedule import LayerCosts, Room, Schedule, Scope, Worker
 
 
@@ -34,7 +33,8 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
     problem = _problem(schedule, _vacant(schedule))
     # Pipelines that share no micro-batches are independent: what is proven of one holds for all.
     parts = [problem] if problem.sharing else [piece.problem for piece in decompose(problem)]
-    if any(options(part) <= DEFAULTS.cp_sat.largest_proof and excludes(part, claimed, budget) for part in parts):
+    largest = DEFAULTS.cp_sat.largest_proof
+    if any(part.operations_by_host <= largest and excludes(part, claimed, budget) for part in parts):
         return Bound(claimed, schedule.scope, PROVED)
     return found
 

@@ -343,6 +343,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         short = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
         return self.holders[slice_] if short or own in self.failed else (own,)
 
+    @cached_property
+    def operations_by_host(self) -> int:
+        """Compute ops, counted once per possible host."""
+        return sum(len(self.hosts(unit.slice, unit.pipeline)) for unit in self.units()) * len(self.kinds)
+
     def worker(self, stage: int, pipeline: int) -> Worker:
         """The worker of this pipeline that holds the stage by its column."""
         return Worker(pipeline, self.column_of[stage])

@@ -19,17 +19,8 @@ from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose, undivided
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
-from slipstream.planner.search.incumbent import (
-    Incumbent,
-    Proposals,
-    anneal,
-    divided,
-    evidence,
-    improve,
-    list_schedules,
-    ordered,
-    provable,
-)
+from slipstream.planner.search.improvement import anneal, evidence, improve, list_schedules, provable
+from slipstream.planner.search.incumbent import Incumbent, Proposals, divided, ordered
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]

@@ -71,7 +71,7 @@ def train(*arguments: object):
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from slipstream.cli.app import main; main()", "train", *map(str, arguments)]
+    command = [sys.executable, "-c", "from slipstream.cli.start import main; main()", "train", *map(str, arguments)]
     root = Path(__file__).parents[2]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
                             env={**os.environ, "PYTHONPATH": str(root), VARIABLE: "0123456789abcdef"},

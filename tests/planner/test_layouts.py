@@ -14,7 +14,8 @@ from slipstream.planner.model.problem import Layout, MicroBatch, Question, Stop
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.search.engine import solve
-from slipstream.planner.search.incumbent import anneal, divided, list_schedules
+from slipstream.planner.search.improvement import anneal, list_schedules
+from slipstream.planner.search.incumbent import divided
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import OpKind, Worker
 from tests.jobs import grid

@@ -8,7 +8,8 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.model.decompose import by_runner, decompose
 from slipstream.planner.model.from_job import layered_problem, with_layout
 from slipstream.planner.model.problem import Bound, Layout, MicroBatch, Stop
-from slipstream.planner.search.incumbent import divided, list_schedules
+from slipstream.planner.search.improvement import list_schedules
+from slipstream.planner.search.incumbent import divided
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

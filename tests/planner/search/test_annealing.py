@@ -19,8 +19,9 @@ from slipstream.planner.model.problem import Bound
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.search.annealing import AnnealingChain, aim, anneal_pieces, make_chain
-from slipstream.planner.search.incumbent import Incumbent, divided, list_schedules
-from slipstream.planner.search.incumbent import anneal as anneal_incumbent
+from slipstream.planner.search.improvement import anneal as anneal_incumbent
+from slipstream.planner.search.improvement import list_schedules
+from slipstream.planner.search.incumbent import Incumbent, divided
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker

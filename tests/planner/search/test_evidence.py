@@ -6,7 +6,8 @@ import pytest
 
 from slipstream.planner.budget import Budget, Clock
 from slipstream.planner.model.from_job import build_problem
-from slipstream.planner.search.incumbent import anneal, divided, evidence, list_schedules
+from slipstream.planner.search.improvement import anneal, evidence, list_schedules
+from slipstream.planner.search.incumbent import divided
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 

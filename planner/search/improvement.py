@@ -1,0 +1,145 @@
+"""Improvement of candidates: by list schedules, by annealing, small pieces proven optimal by CP-SAT."""
+
+import msgspec
+
+from slipstream.planner.budget import Budget, Clock
+from slipstream.planner.model.arrays import Solution
+from slipstream.planner.model.problem import Bound, Problem
+from slipstream.planner.params import DEFAULTS, AnnealingParams, CpSatParams, ListParams, SearchParams
+from slipstream.planner.search.incumbent import Incumbent
+from slipstream.planner.search.list_search import search
+from slipstream.schedules.schedule import Scope
+
+# --- List schedules ---------------------------------------------------------------------------------------------------
+
+
+def list_schedules(known: Incumbent, budget: Budget, params: ListParams = DEFAULTS.lists,
+                   steps: int | None = None) -> Incumbent:
+    """The best of many list schedules of each piece. No piece need be shorter than the longest one.
+
+    Where the period of a piece is not that of the whole, only the latter is reported, in the end. `steps`: at random,
+    of each piece at most.
+    """
+    found = _each_alone(known, budget, params, params.most_steps if steps is None else steps)
+    if len(known.pieces) > 1:
+        _report("list scheduler", found.period, known, budget)
+    return found
+
+
+def _report(method: str, period: int, known: Incumbent, budget: Budget) -> None:
+    seconds, bound = (ticks * known.problem.tick_seconds for ticks in (period, known.bound.ticks))
+    budget.progress.found(method, seconds, bound)
+
+
+def _each_alone(known: Incumbent, budget: Budget, params: ListParams, steps: int) -> Incumbent:
+    order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
+    found: dict[int, tuple[Solution, int]] = {}
+    longest = 0
+    for number, index in enumerate(order):
+        problem = known.pieces[index].problem
+        left = sum(known.pieces[other].problem.operations for other in order[number:])
+        part = budget.share(problem.operations / left)
+        found[index] = search(
+            problem, max(known.bound.ticks, longest), part, params, steps,
+            lambda period: _report("list scheduler", period, known, budget) if len(order) == 1 else None)
+        longest = max(longest, found[index][1])
+    solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
+    return known.with_solutions(solutions, periods)
+
+
+# --- Annealing, and CP-SAT --------------------------------------------------------------------------------------------
+
+
+def anneal(known: Incumbent, budget: Budget, params: AnnealingParams = DEFAULTS.annealing,
+           cycles: int | None = None) -> Incumbent:
+    """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
+    begin = params.begin_seconds * known.operations
+    if budget.end(known.period, known.bound.ticks, begin):
+        return known
+    from slipstream.planner.search.annealing import anneal_pieces  # numba takes a third of a second to load
+
+    best = known
+
+    def tell(made: Incumbent) -> None:
+        nonlocal best
+        if made.period < best.period:
+            best = made
+            _report("annealing", made.period, known, budget)
+
+    done = anneal_pieces(known, budget, params, cycles, tell)
+    tell(done)
+    return msgspec.structs.replace(best, orders=done.orders, stale=done.stale, cycles=done.cycles) if done.orders \
+        else best
+
+
+def provable(known: Incumbent, params: CpSatParams) -> list[int]:
+    """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
+    return [index for index, piece in enumerate(known.pieces)
+            if not piece.problem.assigned and piece.problem.operations_by_host <= params.largest_proof]
+
+
+def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
+    """Better solutions of small pieces, the longest first, and perhaps a better bound."""
+    for index in sorted(provable(known, params), key=known.periods.__getitem__, reverse=True):
+        if known.periods[index] > known.target(index) and not budget.stopped:
+            known = _prove_piece(known, index, budget.share(params.proof_share), params)
+    return known
+
+
+def _prove_piece(known: Incumbent, index: int, budget: Budget, params: CpSatParams) -> Incumbent:
+    from slipstream.planner.search import cpsat  # the solver takes a third of a second to load
+
+    problem, period, target = _asked(known, index, params), known.periods[index], known.target(index)
+
+    def report(ticks: int) -> None:
+        if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
+            _report("CP-SAT", ticks, known, budget)
+
+    solution, after, bound = cpsat.improve(problem, known.solutions[index], lower_bound=target, budget=budget,
+                                           progress=report, params=params)
+    budget.tally.add("CP-SAT: from the best plan", helped=int(after < period))
+    found = known.with_piece(index, solution, after) if after < period else known
+    proven = Bound(bound, Scope.STAGES if problem.sharing else Scope.OWN, cpsat.PROVED)
+    # Its workers in any plan of the whole run a plan of this piece, if the ops of others are left out. Unless some of
+    # theirs might go to workers of other pieces.
+    alone = len(known.pieces) == 1 or not (problem.sharing or problem.failed)
+    if proven.scope is known.bound.scope and target == known.bound.ticks and alone:
+        found = msgspec.structs.replace(found, bound=known.bound | proven)
+    return found
+
+
+def _asked(known: Incumbent, index: int, params: CpSatParams) -> Problem:
+    """The problem of a piece: with any choice of hosts that the whole allows, where that is small enough."""
+    problem = known.pieces[index].problem
+    shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
+    return shared if len(known.pieces) == 1 and shared.operations_by_host <= params.largest_proof else problem
+
+
+def improve(known: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
+    """Annealing; of what is small enough a little, then CP-SAT from the best so far, and annealing for the rest."""
+    if not provable(known, params.cp_sat):
+        return anneal(known, budget, params.annealing)
+    known = anneal(known, budget, params.annealing, params.cp_sat.hint_cycles)
+    return anneal(prove(known, budget, params.cp_sat), budget, params.annealing)
+
+
+# --- Where the period is above the bound: whether more time is likely to help -----------------------------------------
+
+
+STALE = 0.5
+"""Share of annealing without a better plan from which on more of it hardly helps."""
+FEWEST_CYCLES = 3
+"""Cooling cycles without which the plan is the likely cause of a gap."""
+
+
+def evidence(known: Incumbent, clock: Clock, seconds: float) -> str:
+    """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
+    """
+    bound = f"the bound counts {known.bound.counts}"
+    if not known.orders:
+        return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
+    tried = f"{known.orders:,} orders were tried"
+    if known.stale > STALE and known.cycles >= FEWEST_CYCLES:
+        return f"no improvement for the last {clock.described(known.stale * seconds)} ({tried}): this is probably " \
+               f"close to the best, and the bound a little low; {bound}"
+    return f"still improving when the time was up ({tried}): try 5 times the limit; {bound}"
