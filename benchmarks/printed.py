@@ -1,7 +1,7 @@
 """Whether the figures in documents are those that commands print.
 
-    slipstream reproduce trace                       # into reproduction/, and so on for each figure
-    slipstream benchmark                             # into benchmark/
+    python -m benchmarks.figures trace               # into reproduction/, and so on for each figure
+    python -m benchmarks.fleet                       # into benchmark/
     python -m benchmarks.printed [--write] [--from DIR] [REPRODUCTION.md ...]
 
 A document names the file that a command wrote, and holds its tables between two comments:

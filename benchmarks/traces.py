@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.figures import published
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import published
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.simulation import throughputs_over_traces
 from slipstream.cli.fleet.throughput import Throughputs

@@ -28,8 +28,7 @@ COMMANDS = {
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process per live worker, replaying a schedule.",
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
-    "benchmark": "Simulate all policies, and systems of others, on a versioned set of jobs and failures.",
-    "reproduce": "Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.",
+    "reproduce": "Make the table of what a failure costs again: as table, JSON and picture.",
     "jitter": "Replay a schedule thousands of times with noise in op times, with a straggler, or with unequal samples.",
     "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
@@ -65,6 +64,8 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, to run it."""
+        if args[0] == "benchmark":
+            ctx.fail("benchmark is no command any more; in a checkout, run python -m benchmarks.fleet")
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{near(args[0], COMMANDS)}")
         name, found, rest = super().resolve_command(ctx, args)

@@ -1,7 +1,8 @@
-"""`slipstream reproduce`: reproduces published figures as table, JSON and picture."""
+"""`slipstream reproduce`: makes a figure of the documents again, as table, JSON and picture."""
 
 import json as jsonlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.fleet import FIGURES, Figure
+from slipstream.cli.fleet import Figure, reproduce_failure_cost
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import checking_interrupts
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.planning import compile_planner
+from slipstream.planner.budget import CountCallback
 
+FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
+    "failure-cost": reproduce_failure_cost, "failure-cost-overlapped": partial(reproduce_failure_cost, overlap=True)}
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]
 NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture out: it needs matplotlib.")]
@@ -24,10 +28,7 @@ NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture
 
 def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
               json: Json = False) -> None:
-    """Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.
-
-    What is not published, such as numbers of micro-batches, is varied and shown as a band.
-    """
+    """Make the table of what a failure costs again: as table, JSON and picture."""
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _drawing_function()

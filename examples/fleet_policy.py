@@ -1,6 +1,6 @@
-"""A policy for `slipstream benchmark`, in a package of its own: whole pipelines under 1F1B, and a pause for each loss.
+"""A policy for `benchmarks.fleet`, in a package of its own: whole pipelines under 1F1B, and a pause for each loss.
 
-Its package names it in pyproject.toml; then `slipstream benchmark --entry whole-pipelines` simulates it beside ours:
+Its package names it in pyproject.toml; `python -m benchmarks.fleet --entry whole-pipelines` simulates it beside ours:
 
     [project.entry-points."slipstream.policies"]
     whole-pipelines = "my_package.fleet_policy:WholePipelines"

@@ -12,9 +12,9 @@
     settled               plans for failures with layers that move
     throughput            samples per second of the schedules that policies run
     simulation            takes policies through a trace, and adds up the time lost
-    figures/              the published figures, computed again
+    failure_cost          what a failure costs: the table of the README
+    figure                such a table, and what is drawn of it
     entry                 systems of others: tables, and policies by entry point
-    benchmark             a versioned set of cases, seeds side by side, sensitivity, distance to published figures
 
 This module is the one door: commands import from here, and no other package imports it (contracts in `pyproject.toml`).
 """
@@ -25,17 +25,6 @@ from slipstream.cli.fleet.availability_trace import fail_together as fail_togeth
 from slipstream.cli.fleet.availability_trace import fit_to_job as fit_to_job
 from slipstream.cli.fleet.availability_trace import group_gpus as group_gpus
 from slipstream.cli.fleet.availability_trace import places_of_nodes as places_of_nodes
-from slipstream.cli.fleet.benchmark import CASES as CASES
-from slipstream.cli.fleet.benchmark import DOLLARS_PER_GPU_HOUR as DOLLARS_PER_GPU_HOUR
-from slipstream.cli.fleet.benchmark import CaseResult as CaseResult
-from slipstream.cli.fleet.benchmark import Fidelity as Fidelity
-from slipstream.cli.fleet.benchmark import Measures as Measures
-from slipstream.cli.fleet.benchmark import PolicyResult as PolicyResult
-from slipstream.cli.fleet.benchmark import Report as Report
-from slipstream.cli.fleet.benchmark import Returned as Returned
-from slipstream.cli.fleet.benchmark import Spread as Spread
-from slipstream.cli.fleet.benchmark import read_report as read_report
-from slipstream.cli.fleet.benchmark import run_case as run_case
 from slipstream.cli.fleet.costs import Costs as Costs
 from slipstream.cli.fleet.costs import costs_for as costs_for
 from slipstream.cli.fleet.entry import GROUP as GROUP
@@ -44,13 +33,13 @@ from slipstream.cli.fleet.entry import EntryError as EntryError
 from slipstream.cli.fleet.entry import Table as Table
 from slipstream.cli.fleet.entry import installed_policy as installed_policy
 from slipstream.cli.fleet.entry import read_entry as read_entry
+from slipstream.cli.fleet.failure_cost import reproduce_failure_cost as reproduce_failure_cost
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS as FAILURE_MODELS
 from slipstream.cli.fleet.failure_models import SLOW_MODELS as SLOW_MODELS
 from slipstream.cli.fleet.failure_models import FailureModel as FailureModel
 from slipstream.cli.fleet.failure_models import single as single
-from slipstream.cli.fleet.figures import FIGURES as FIGURES
-from slipstream.cli.fleet.figures import Figure as Figure
-from slipstream.cli.fleet.figures.figure import Series as Series
+from slipstream.cli.fleet.figure import Figure as Figure
+from slipstream.cli.fleet.figure import Series as Series
 from slipstream.cli.fleet.policies import POLICIES as POLICIES
 from slipstream.cli.fleet.policy import Cause as Cause
 from slipstream.cli.fleet.policy import Policy as Policy

@@ -229,7 +229,7 @@ def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
 
 
 @pytest.mark.parametrize("arguments", [
-    ["plan", JOBS / "worked-example.toml", "--out"], ["profile", "--out"], ["reproduce", "ablation", "--out"],
+    ["plan", JOBS / "worked-example.toml", "--out"], ["profile", "--out"], ["reproduce", "failure-cost", "--out"],
     ["simulate", JOBS / "worked-example.toml", "--html"], ["show", "--run", ".", "--html"],
     ["show", "none.json", "--svg"], ["show", "none.json", "--perfetto"], ["export", "none.json", "--out"]])
 @pytest.mark.parametrize(("place", "reason"), [("folder", "Is a directory"), ("file/below", "Not a directory")])

@@ -5,6 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.figures import worked_example
+from slipstream.cli import reproduce
 from slipstream.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
@@ -14,8 +16,9 @@ def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_published_figure_as_table_json_and_picture(tmp_path):
+def test_a_figure_as_table_json_and_picture(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(reproduce, "FIGURES", {"worked-example": worked_example.reproduce})
     result = slipstream("reproduce", "worked-example", "--out", tmp_path)
     assert result.exit_code == 0 and "+ staggered optimizer" in result.stdout and "assumed:" in result.stdout
     figure = json.loads((tmp_path / "worked-example.json").read_text())
@@ -28,4 +31,10 @@ def test_a_published_figure_as_table_json_and_picture(tmp_path):
 
 def test_an_unknown_figure_exits_2():
     result = slipstream("reproduce", "magic")
-    assert result.exit_code == 2 and "figure magic: expected one of worked-example, failures" in result.stderr
+    assert result.exit_code == 2
+    assert "figure magic: expected one of failure-cost, failure-cost-overlapped" in result.stderr
+
+
+def test_what_has_moved_to_benchmarks_says_so():
+    result = slipstream("benchmark", "--case", "100k")
+    assert result.exit_code == 2 and "python -m benchmarks.fleet" in result.stderr

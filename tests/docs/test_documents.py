@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app, load
-from slipstream.cli.fleet.figures import failure_cost
+from slipstream.cli.fleet import failure_cost
 from slipstream.cli.shared import planning
 from slipstream.planner import PlanOptions, normalised, parse_job, plan_job
 from slipstream.planner.budget import ProgressCallback

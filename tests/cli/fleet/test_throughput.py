@@ -6,10 +6,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from benchmarks.figures import ablation, failures, published, scaling, worked_example
+from benchmarks.figures.failures import steady_rates
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import FIGURES, ablation, failures, published, scaling
-from slipstream.cli.fleet.figures.failures import steady_rates
-from slipstream.cli.fleet.figures.figure import Series
+from slipstream.cli.fleet.figure import Series
 from slipstream.cli.fleet.loads import spread_over_stages
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
@@ -162,7 +162,7 @@ def test_scaling(quick):
 
 
 def test_the_worked_example():
-    figure = FIGURES["worked-example"](lambda done, total: None)
+    figure = worked_example.reproduce(lambda done, total: None)
     published_slots, ours = (one.values for one in figure.series)
     assert published_slots == (30, 39, 32, 30, None) and ours[0] == 30 and ours[2:] == (32, 30, 22)
     assert 38 <= ours[1] <= 39

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.figures import published
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import published
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
 from slipstream.cli.fleet.simulation import simulate

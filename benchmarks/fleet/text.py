@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from slipstream.cli.drawing.benchmark_page import by_case, goodput, returned_rows, shown
-from slipstream.cli.fleet import Report
+from benchmarks.fleet.cases import Report
+from benchmarks.fleet.page import by_case, goodput, returned_rows, shown
 
 COLUMNS = (0, 1, 2, 5)
 """Of the page's table those that a narrow one has room for."""

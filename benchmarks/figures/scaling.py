@@ -1,7 +1,7 @@
 """Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
-from slipstream.cli.fleet.figures import published
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
+from benchmarks.figures import published
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageTimes
@@ -53,7 +53,7 @@ def reproduce(progress: CountCallback) -> Figure:
     for number, share in enumerate(SHARES):
         for which, name in enumerate(("slipstream", "recycle")):
             lists = [[found[microbatches, gpus][number][which] for gpus in GPUS] for microbatches in MICROBATCHES]
-            series.append(band(f"{name}, {share:.0%} failed", lists, NOMINAL))
+            series.append(published.band(f"{name}, {share:.0%} failed", lists, NOMINAL))
         series.append(Series(name=f"fault-scaled, {share:.0%} failed", is_reference=True,
                              values=tuple(1 - round(share * gpus) / gpus for gpus in GPUS)))
     nominal = {gpus: found[MICROBATCHES[NOMINAL], gpus] for gpus in GPUS}

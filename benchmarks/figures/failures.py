@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from benchmarks.figures import published
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import published
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series, band
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Policy, Scenario
 from slipstream.cli.fleet.throughput import Throughputs
@@ -29,7 +29,7 @@ def reproduce(progress: CountCallback) -> Figure:
         found.append(steady_rates(microbatches))
         progress(index + 1, len(published.MICROBATCHES))
     nominal = published.MICROBATCHES.index(published.NOMINAL)
-    series = [band(kind.name, [one[kind.name] for one in found], nominal, is_reference=kind.is_reference)
+    series = [published.band(kind.name, [one[kind.name] for one in found], nominal, is_reference=kind.is_reference)
               for kind in KINDS]
     # 350M points relative to their fault-free throughput, so that they can stand beside those of 6.7B.
     scale = published.FAULT_FREE["6.7B"] / published.FAULT_FREE["350M"]

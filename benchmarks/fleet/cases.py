@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from benchmarks.figures import published
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
 from slipstream.cli.fleet.costs import Costs, costs_for
 from slipstream.cli.fleet.entry import EntryError, Table, decoded, table_policy
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
-from slipstream.cli.fleet.figures import published
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Policy, Scenario
 from slipstream.cli.fleet.simulation import simulate
@@ -421,7 +421,7 @@ _REPORT = msgspec.json.Decoder(Report)
 
 def read_report(path: Path) -> Report:
     """Read a report of this version of the set. Raises EntryError, whose message names the file."""
-    report = decoded(path, _REPORT, "what `slipstream benchmark` writes")
+    report = decoded(path, _REPORT, "what `python -m benchmarks.fleet` writes")
     changed = [one.case.name for one in report.cases if one.case != CASES.get(one.case.name)]
     if report.set != VERSION or changed:
         raise EntryError(f"{path}: set {report.set}{f', case {changed[0]}' if changed else ''} is not as in set "

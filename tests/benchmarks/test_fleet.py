@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from slipstream.cli import benchmark as command
-from slipstream.cli.app import app
-from slipstream.cli.fleet import benchmark
-from slipstream.cli.fleet.benchmark import CASES, Case, fidelity, job_of, returned, run_case, trace_of
+from benchmarks.fleet import __main__ as command
+from benchmarks.fleet import cases as benchmark
+from benchmarks.fleet.cases import CASES, Case, fidelity, job_of, returned, run_case, trace_of
 from slipstream.cli.fleet.policies import POLICIES
 
 SMALL = Case(name="small", title="a small one", job="uniform-3", parameters=1e9, tokens=100, days=20,
@@ -38,7 +38,7 @@ def test_seeds_side_by_side_are_those_one_after_the_other(small):
 
 def test_a_benchmark_that_is_ended_leaves_no_process_behind():
     """SIGTERM, as of a batch system, and SIGKILL."""
-    script = ("import time; from slipstream.cli.fleet.benchmark import _side_by_side\n"
+    script = ("import time; from benchmarks.fleet.cases import _side_by_side\n"
               "_side_by_side(lambda number: print(number, flush=True) or time.sleep(60), [0, 1], 2)")
     for number in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
@@ -104,7 +104,9 @@ def test_what_comes_back(small):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["benchmark", *map(str, arguments)])
+    app = typer.Typer()
+    app.command()(command.benchmark)
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_the_command_writes_a_page_and_json(small, tmp_path, monkeypatch):
@@ -150,7 +152,7 @@ def test_cases_are_added_to_what_is_there(small, tmp_path, monkeypatch):
     assert refused.exit_code == 2 and "case b is not as in set 1 now; write to another folder" in refused.stderr
     (tmp_path / "benchmark.json").write_text("{")
     refused = run("--case", "a", "--add", *few)
-    assert refused.exit_code == 2 and "expected what `slipstream benchmark` writes" in refused.stderr
+    assert refused.exit_code == 2 and "expected what `python -m benchmarks.fleet` writes" in refused.stderr
 
 
 def test_an_interrupt_keeps_the_cases_that_were_finished(small, tmp_path, monkeypatch):

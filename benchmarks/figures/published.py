@@ -5,9 +5,12 @@ GPUs, 6 pipelines x 4 stages, 80 Gb/s. Index of a list: workers that failed. Sam
 micro-batches, stage times and memory are not published.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace
+from slipstream.cli.fleet.figure import Series
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.cli.fleet.trace_file import from_counts
 from slipstream.planner.job.file import Job, StageTimes
@@ -74,3 +77,10 @@ def published_trace(seed: int = 0) -> AvailabilityTrace:
         clock += samples * SECONDS_PER_SAMPLE
     note = "which workers leave is drawn at random: it is not published"
     return msgspec.structs.replace(from_counts(counts, clock, "published", seed), notes=(SOURCE, note))
+
+
+def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, is_reference: bool = False) -> Series:
+    """A series from one list of values for each assumption: those of `nominal`, with the least and the largest."""
+    columns = list(zip(*by_assumption, strict=True))
+    return Series(name=name, values=tuple(by_assumption[nominal]), low=tuple(map(min, columns)),
+                  high=tuple(map(max, columns)), is_reference=is_reference)

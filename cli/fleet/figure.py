@@ -1,6 +1,5 @@
 """A reproduced figure as data: series to draw, a table, and the assumptions. `cli.drawing.figure_plot` draws it."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -39,10 +38,3 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """The few numbers that the figure is about, by name."""
     assumptions: tuple[str, ...]
     logarithmic_x: bool = False
-
-
-def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, is_reference: bool = False) -> Series:
-    """A series from one list of values for each assumption: those of `nominal`, with the least and the largest."""
-    columns = list(zip(*by_assumption, strict=True))
-    return Series(name=name, values=tuple(by_assumption[nominal]), low=tuple(map(min, columns)),
-                  high=tuple(map(max, columns)), is_reference=is_reference)

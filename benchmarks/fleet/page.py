@@ -4,13 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from slipstream.cli.drawing.report_page import document, grid, swatch
-from slipstream.cli.drawing.simulation_report import OURS, digits, hours_by_cause
-from slipstream.cli.drawing.svg_chart import tornado
-from slipstream.cli.fleet import (
+from benchmarks.fleet.cases import (
     DOLLARS_PER_GPU_HOUR,
     CaseResult,
-    Cause,
     Fidelity,
     Measures,
     PolicyResult,
@@ -18,6 +14,10 @@ from slipstream.cli.fleet import (
     Returned,
     Spread,
 )
+from slipstream.cli.drawing.report_page import document, grid, swatch
+from slipstream.cli.drawing.simulation_report import OURS, digits, hours_by_cause
+from slipstream.cli.drawing.svg_chart import tornado
+from slipstream.cli.fleet import Cause
 
 FIRST, SECOND = "#2f81f7", "#d29922"
 """Of the two values of a parameter."""

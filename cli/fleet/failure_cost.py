@@ -2,7 +2,7 @@
 
 from slipstream.cli.fleet.availability_trace import died
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.simulation import throughputs_over_traces
 from slipstream.cli.fleet.throughput import Throughputs
@@ -27,7 +27,7 @@ ROWS = {
 """What the README calls each policy."""
 
 
-def reproduce(progress: CountCallback, *, overlap: bool = False) -> Figure:
+def reproduce_failure_cost(progress: CountCallback, *, overlap: bool = False) -> Figure:
     """Samples per second by policy, and the loss against the same policy with all workers alive.
 
     `overlap`: with `[network] overlap`, for all of them."""

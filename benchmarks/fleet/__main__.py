@@ -1,4 +1,4 @@
-"""`slipstream benchmark`: simulates all policies on a versioned set of cases."""
+"""The command of the benchmark: see `--help`."""
 
 import json as jsonlib
 import os
@@ -11,21 +11,10 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from slipstream.cli.drawing.benchmark_page import HEAD, benchmark_page, shown, summary, table_rows
-from slipstream.cli.drawing.benchmark_text import COLUMNS, benchmark_markdown
-from slipstream.cli.fleet import (
-    CASES,
-    GROUP,
-    POLICIES,
-    EntryError,
-    Policy,
-    Report,
-    Table,
-    installed_policy,
-    read_entry,
-    read_report,
-    run_case,
-)
+from benchmarks.fleet.cases import CASES, Report, read_report, run_case
+from benchmarks.fleet.page import HEAD, benchmark_page, shown, summary, table_rows
+from benchmarks.fleet.text import COLUMNS, benchmark_markdown
+from slipstream.cli.fleet import GROUP, POLICIES, EntryError, Policy, Table, installed_policy, read_entry
 from slipstream.cli.shared.console import err, near, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
@@ -155,3 +144,7 @@ def _print(report: Report) -> None:
         out.print(f"{other.case}: {other.policy} lacks {shown(other.missing)} of the time; slipstream brings back "
                   f"{shown(other.back)}; of its own fault-free throughput it keeps {shown(other.kept)} more",
                   soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(benchmark)

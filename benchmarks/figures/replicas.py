@@ -5,10 +5,10 @@ Later systems, which move layers, report 1.35 times ReCycle's throughput (ElasWa
 1.355 times (Odyssey, arXiv 2508.21613, 32 cards).
 """
 
+from benchmarks.figures import published
+from benchmarks.figures.scaling import job
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import published
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
-from slipstream.cli.fleet.figures.scaling import job
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
 from slipstream.cli.fleet.throughput import Throughputs

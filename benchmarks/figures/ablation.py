@@ -1,8 +1,8 @@
 """The ideas added one by one: re-routing, split backward, staggered optimizer; 24 GPUs."""
 
-from slipstream.cli.fleet.figures import published
-from slipstream.cli.fleet.figures.failures import assumptions
-from slipstream.cli.fleet.figures.figure import Cell, Figure, band
+from benchmarks.figures import published
+from benchmarks.figures.failures import assumptions
+from slipstream.cli.fleet.figure import Cell, Figure
 from slipstream.cli.fleet.loads import spread_over_stages
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.budget import CountCallback
@@ -33,7 +33,7 @@ def reproduce(progress: CountCallback) -> Figure:
         found.append(shares(microbatches))
         progress(index + 1, len(published.MICROBATCHES))
     nominal = published.MICROBATCHES.index(published.NOMINAL)
-    series = [band(name, [one[name] for one in found], nominal) for name in found[0]]
+    series = [published.band(name, [one[name] for one in found], nominal) for name in found[0]]
     rows: list[tuple[Cell, ...]] = [
         (count, *(round(one.values[index] or 0.0, 4) for one in series)) for index, count in enumerate(FAILURES)]
     first = {one.name: one.values[0] or 0.0 for one in series}

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from benchmarks.figures import published
+from benchmarks.figures.failures import assumptions
 from slipstream.cli.fleet.costs import costs_for
-from slipstream.cli.fleet.figures import published
-from slipstream.cli.fleet.figures.failures import assumptions
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.simulation import throughputs_over_traces
 from slipstream.cli.fleet.throughput import Throughputs

@@ -1,6 +1,6 @@
 """The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas added one by one."""
 
-from slipstream.cli.fleet.figures.figure import Cell, Figure, Series
+from slipstream.cli.fleet.figure import Cell, Figure, Series
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import Job, StageMemory, StageTimes
 from slipstream.planner.options import Method

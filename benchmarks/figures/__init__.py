@@ -1,0 +1,1 @@
+"""Published figures, computed again, one module each: `python -m benchmarks.figures NAME`."""
