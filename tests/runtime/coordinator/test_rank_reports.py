@@ -29,7 +29,7 @@ def reports():
 class Reports(RankReports):
     def __init__(self):
         self.broken = []
-        super().__init__(lambda _: 2, lambda worker, order: self.broken.append((worker, order)))
+        super().__init__(2, lambda worker, order: self.broken.append((worker, order)))
 
     def both(self, first, second):
         assert self.take(WORKER, 0, first) is None

@@ -80,7 +80,7 @@ def test_one_that_is_left_out_takes_part_again_after_a_pause_that_is_longer_each
 def test_others_that_become_slow_meanwhile_are_relieved():
     run = Run()
     leave_out(run)
-    run.train(12, {OTHER: 2.5})
+    run.train(12, {OTHER: 1.8})
     assert not run.look() and run.slow.decision.left_out == ()
     run.begin(run.slow.decision.schedule)
     assert {change.worker for change in run.told[1].changes} == {OTHER} and run.told[1].changed
