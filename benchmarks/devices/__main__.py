@@ -11,7 +11,7 @@ DIR/devices.md. `--device cpu` rehearses all of it over gloo. Exit status 1 wher
 
     what is there      cards, driver, libraries; meanwhile the planner is compiled
     two processes      NCCL, blocking and not: connecting, transfers, an abort, a peer that is killed; memory
-    conformance        what transports promise (`runtime.tools.conformance`), a process a worker
+    conformance        what transports promise (`benchmarks.conformance`), a process a worker
     a death survived   losses of runs that lose a worker, against those of one process
     large layers       layers as wide as Llama 3 8B's: profile, plan, iterations, a kill, a settled schedule; memory
     memory             of stages, profiled and measured

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.conformance import CHECKS, GLOO, NCCL, STAGED
 from benchmarks.devices import pair
 from benchmarks.devices.machine import describe_machine
 from benchmarks.devices.pair import run_pairs
@@ -25,7 +26,6 @@ from benchmarks.devices.storm import storm
 from benchmarks.devices.teams import DOUBLE, check_in_processes
 from benchmarks.devices.training import compare_memory, survive_a_death, train_large_layers
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.tools.conformance import CHECKS, GLOO, NCCL, STAGED
 
 
 class Turn(NamedTuple):

@@ -1,4 +1,4 @@
-"""The checks of `runtime.tools.conformance` for workers in processes of their own, as NCCL demands on one card.
+"""The checks of `benchmarks.conformance` for workers in processes of their own, as NCCL demands on one card.
 
 A check is a function of a team, and calls the members one by one. Here all processes run the same check at the same
 time. What concerns one member is carried out in its process, and the others are told its outcome, so that all of them
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from benchmarks.conformance import CHECKS, NCCL, STAGED, WORKERS, Member, NotConformingError, Team
 from benchmarks.devices.crew import Crew, CrewError
 from benchmarks.devices.crew import Member as Process
 from slipstream.runtime.processes.fork_server import ForkServer
@@ -27,7 +28,6 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous, connect_store, ho
 from slipstream.runtime.replay.links import Links
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import Session
-from slipstream.runtime.tools.conformance import CHECKS, NCCL, STAGED, WORKERS, Member, NotConformingError, Team
 from slipstream.runtime.torch_private import TCPStore
 
 DOUBLE = "double of NCCL"

@@ -17,6 +17,7 @@ import torch
 from benchmarks.devices.card_memory import CardMemory
 from benchmarks.devices.report import Report, mebibytes, milliseconds, read_rows
 from benchmarks.per_op import cpu_seconds
+from benchmarks.stage_memory import compare, job_bytes
 from slipstream.cli.profile import job_tables, layer_table
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.job.file import Job, parse_job
@@ -35,7 +36,6 @@ from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
 from slipstream.runtime.tools.profile import Profile, profile
 from slipstream.runtime.tools.reference import reference_run
-from slipstream.runtime.tools.stage_memory import compare, job_bytes
 from slipstream.schedules.memory import memory_peaks
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Worker
 

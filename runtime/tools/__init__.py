@@ -3,8 +3,6 @@
     profile      measures a model's stages on this machine
     measurer     one of the processes by which it does
     stage_bench  a stage under test
-    stage_memory what a stage holds, measured
-    conformance  what every transport promises, as checks
     self_test    whether two processes of this machine can train together
     reference    the same training in one plain process, to compare with
 """

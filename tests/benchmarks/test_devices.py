@@ -9,6 +9,7 @@ import time
 import pytest
 
 from benchmarks.chaos_checks import lives
+from benchmarks.conformance import CHECKS, GLOO
 from benchmarks.devices import __main__ as devices
 from benchmarks.devices.__main__ import Choices, Limits, run_steps
 from benchmarks.devices.page import page
@@ -16,7 +17,6 @@ from benchmarks.devices.process_tree import dump_stacks, end_tree
 from benchmarks.devices.report import Report, Row, read_rows
 from benchmarks.devices.teams import DOUBLE, check_in_processes
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.tools.conformance import CHECKS, GLOO
 from tests.patience import SECONDS
 
 ROOT = str(devices.ROOT)

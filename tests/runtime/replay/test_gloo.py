@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from benchmarks.conformance import GLOO, LAYERS, Team
 from slipstream.runtime.replay.backend import Meeting
 from slipstream.runtime.replay.gloo import GlooGroup, Waits
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.tools.conformance import GLOO, LAYERS, Team
 from slipstream.runtime.torch_private import gloo_devices
 
 

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
+from benchmarks.conformance import LAYERS, RELEASED_SECONDS, WORKERS, Team
 from slipstream.runtime.replay.group_store import GroupStore
 from slipstream.runtime.replay.nccl import DECISION
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.tools.conformance import LAYERS, RELEASED_SECONDS, WORKERS, Team
 from tests.runtime.replay.double import EARLY, Double
 from tests.runtime.replay.transports import DOUBLE, use
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import conformance
+from benchmarks.conformance import CHECKS, GLOO, LAYERS, WORKERS, NotConformingError, Team
 from slipstream.runtime.replay import session, sum_tree
 from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
-from slipstream.runtime.tools import conformance
-from slipstream.runtime.tools.conformance import CHECKS, GLOO, LAYERS, WORKERS, NotConformingError, Team
 from slipstream.schedules.schedule import Worker
 from tests.runtime.replay.transports import TRANSPORTS, require, use
 

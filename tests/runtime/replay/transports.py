@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.conformance import GLOO, NCCL, STAGED
 from slipstream.runtime.replay import links
 from slipstream.runtime.replay.nccl import Nccl
-from slipstream.runtime.tools.conformance import GLOO, NCCL, STAGED
 from tests.runtime.replay.double import Double
 
 DOUBLE = "double of NCCL"

@@ -7,9 +7,9 @@ import sys
 import msgspec
 import pytest
 
+from benchmarks.stage_memory import MMAP_THRESHOLD
+from benchmarks.stage_memory import __name__ as measuring
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.tools.stage_memory import MMAP_THRESHOLD
-from slipstream.runtime.tools.stage_memory import __name__ as measuring
 
 WIDTH, BLOCKS = 128, 4
 

@@ -1,6 +1,6 @@
 """What a stage holds, measured in a process of its own: micro-batches between F and I, between I and W, and always.
 
-    python -m slipstream.runtime.tools.stage_memory STAGE CONFIG
+    python -m benchmarks.stage_memory STAGE CONFIG
 
 prints it as JSON. The system says what the process holds (Linux), or torch what it has allocated on its GPU.
 """
@@ -131,7 +131,7 @@ def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
 def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
     """Profiled bytes of each stage, by what they are of, against those of processes."""
     def measured(index: int) -> dict[str, int]:
-        answer = subprocess.run([sys.executable, "-m", "slipstream.runtime.tools.stage_memory", str(index),
+        answer = subprocess.run([sys.executable, "-m", "benchmarks.stage_memory", str(index),
                                  config.to_json()],
                                 check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
         return cast(dict[str, int], json.loads(answer.stdout))
