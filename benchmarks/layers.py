@@ -37,7 +37,7 @@ from slipstream.planner.job.toml import job_text
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.bounds import period_bound, work_bound
 from slipstream.planner.model.from_job import layered_problem, tick_of
-from slipstream.planner.model.problem import Layout, NoPlanError, Problem, Question
+from slipstream.planner.model.problem import Layout, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.layers import total
@@ -113,7 +113,7 @@ def main() -> None:
     groups: dict[str, list[Result]] = defaultdict(list)
     chosen = (one for one in instances(options.room) if not options.group or one.group in options.group)
     for instance in itertools.islice(chosen, options.offset, None, options.every):
-        given = layered_problem(instance.job, instance.failed, Question(layers="move"))
+        given = layered_problem(instance.job, instance.failed, LayoutScope(layers="move"))
         bound = work_bound(given)
         try:
             loads = {layout.kind: longest_load(given, layout) / bound for layout in candidates(given)}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.planner.plan import plan_job
 from slipstream.schedules.schedule import Schedule, Worker
 from tests.browser import Browser, find_browser
@@ -56,7 +56,7 @@ def measure(schedule: Schedule, frames: int) -> dict[str, dict[str, float]]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "page.html"
-            path.write_bytes(timeline_page([Shown("plan", schedule)]))
+            path.write_bytes(timeline_page([ShownSchedule("plan", schedule)]))
             with browser.open(path, width=1600, height=1000) as page:
                 page.frame()
                 found = {name: page.js(SCRIPT % (frames, BEFORE.get(name, ""), move)) for name, move in MOVES.items()}

@@ -9,7 +9,7 @@ import typer
 from slipstream.cli.shared.console import duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
-from slipstream.planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, ModelShape, estimate
 from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
 from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
@@ -121,7 +121,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
             layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
             heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens per sequence?", 4096),
             vocabulary=vocabulary or _count("Vocabulary?", 128_000), kv_heads=kv_heads, ffn=ffn, gated=gated)
-        layout = Layout(
+        layout = ModelLayout(
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
             stages=stages or _count("Stages (workers per pipeline)?", 8), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32),

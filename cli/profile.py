@@ -15,7 +15,7 @@ from slipstream.cli.shared.interrupts import importing
 from slipstream.planner.job.file import Job, placement_table, topology_table
 from slipstream.planner.job.network import network_table
 from slipstream.planner.job.toml import job_text, rounded
-from slipstream.schedules.dealing import Fit, fit
+from slipstream.schedules.dealing import CoefficientFit, fit
 
 if TYPE_CHECKING:
     from slipstream.runtime.tools.profile import Profile
@@ -157,7 +157,7 @@ def length_costs(measured: "Profile") -> dict[str, Any]:
         for layer in measured.stages:
             rows = [row for row in layer.by_lengths if row[column] > 0]
             found = fit([row[0] for row in rows], [row[1] for row in rows], [row[column] for row in rows]) \
-                if rows else Fit((0.0, 0.0, 0.0), 0.0)
+                if rows else CoefficientFit((0.0, 0.0, 0.0), 0.0)
             table[name].append([float(f"{one:.4g}") for one in found.coefficients])
             errors.append((sum(row[column] for row in rows), found.error))
     # Ops that take no time to speak of are measured badly, and do not matter.

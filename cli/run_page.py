@@ -17,7 +17,7 @@ from slipstream.cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, ch
 from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.event_words import Group, group, sentence
 from slipstream.cli.shared.run_summary import clock, percent, rate, schedule_file, state, throughput, told
-from slipstream.cli.timeline_page import MAX_OPS, Shown, timeline_data, timeline_shell
+from slipstream.cli.timeline_page import MAX_OPS, ShownSchedule, timeline_data, timeline_shell
 from slipstream.runtime.events import Failed, Resumed
 from slipstream.runtime.run_record import Happened, RunRecord, Stretch
 from slipstream.schedules.check import check
@@ -46,7 +46,7 @@ def run_page(run: RunRecord, page: Path) -> bytes:
         "stretches": [[one.begin, one.end, described(one)] for one in run.stretches],
         "events": [[one.at, group(one.event), sentence(one.event)] for one in events],
         "shell": timeline_shell("TITLE", "{{DATA}}") if schedules else "",
-        "schedules": {digest: packed(timeline_data([Shown(name, schedule, _violation(schedule))]))
+        "schedules": {digest: packed(timeline_data([ShownSchedule(name, schedule, _violation(schedule))]))
                       for digest, (name, schedule) in schedules.items()},
     }
     parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),

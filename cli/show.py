@@ -17,7 +17,7 @@ from slipstream.cli.shared.inputs import read_schedule_or_refuse, require_writab
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.run_summary import print_run, run_summary
 from slipstream.cli.shared.schedule_summary import measured_period, summary, summary_line
-from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.runtime.run_record import RunRecord, RunRecordError, read_run
 from slipstream.schedules.check import check
 from slipstream.schedules.measured_trace import (
@@ -134,7 +134,7 @@ def _page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteratio
     for one in given:
         violations = check(one.schedule)
         name = one.path.stem if names.count(one.path.stem) == 1 else str(one.path)
-        shown.append(Shown(name, one.schedule, str(violations[0]) if violations else None))
+        shown.append(ShownSchedule(name, one.schedule, str(violations[0]) if violations else None))
     try:
         return timeline_page(shown, iterations)
     except ValueError as error:

@@ -27,7 +27,7 @@ MAX_OPS = 1_000_000
 Columns = dict[str, Any]
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownSchedule(msgspec.Struct, frozen=True):
     """A schedule on the page: what it is called there, and the rule it breaks, if any."""
 
     name: str
@@ -35,7 +35,7 @@ class Shown(msgspec.Struct, frozen=True):
     violation: str | None = None
 
 
-def timeline_page(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] = ()) -> bytes:
+def timeline_page(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> bytes:
     """The page, as UTF-8. `measured` are iterations of the first schedule's workers; all but the last start hidden.
 
     Raises ValueError where there is more to show than `MAX_OPS` different ops.
@@ -48,7 +48,7 @@ def timeline_shell(title: str, data: str) -> str:
     return filled("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
 
 
-def timeline_data(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
+def timeline_data(shown: Sequence[ShownSchedule], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
     """What the page shows.
 
     Raises ValueError where there is more to show than `MAX_OPS` different ops.
@@ -64,7 +64,7 @@ def timeline_data(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] 
             "names": {kind.value: NAMES[kind] for kind in OpKind}}
 
 
-def _planned(shown: Shown) -> dict[str, Any]:
+def _planned(shown: ShownSchedule) -> dict[str, Any]:
     schedule = shown.schedule
     placed = [(seat.role, schedule.ops(seat.worker)) for seat in schedule.different]
     tracks, unit = _tracks(schedule, placed, schedule.times.transfer)

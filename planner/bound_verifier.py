@@ -10,7 +10,7 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
-from slipstream.planner.model.problem import Bound, LayerTicks, Problem, Question
+from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
 from slipstream.planner.normalise import Windows
 from slipstream.planner.overlapped import exposed_anywhere, least_of_columns
 from slipstream.planner.params import DEFAULTS
@@ -108,7 +108,7 @@ def _least(schedule: Schedule, told: LayerCosts) -> Bound:
         costs, msgspec.structs.replace(schedule.times, transfer=math.floor(schedule.times.transfer * per_tick)), memory,
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
         holds={worker: schedule.holds(worker) for worker in schedule.members}, backward=schedule.backward,
-        optimizer=schedule.optimizer, question=Question(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
+        optimizer=schedule.optimizer, question=LayoutScope(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
         sharing=shared, parts=equal_parts(grid, costs) if shared else ())
     bound = least_of(below)
     beyond = exposed_anywhere(schedule) if schedule.overlaps else 0

@@ -57,7 +57,7 @@ SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time."""
 
 
-class End(StrEnum):
+class SearchEnd(StrEnum):
     """Why a search ends."""
 
     BOUND = "the bound is reached"
@@ -70,7 +70,7 @@ class End(StrEnum):
 class Clock:
     """The time of this machine. Counted steps take what they take."""
 
-    end = End.SECONDS
+    end = SearchEnd.SECONDS
     """Why a search ends that has used up all of it."""
 
     steps = 0.0
@@ -110,7 +110,7 @@ class Clock:
 class StepClock(Clock):
     """Counts steps; each takes `STEP_SECONDS`. Only one thread counts on each."""
 
-    end = End.STEPS
+    end = SearchEnd.STEPS
 
     def __init__(self, steps: float = 0.0) -> None:
         self.steps = steps
@@ -197,15 +197,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the search is to end before the deadline."""
         return self.stop.is_set()
 
-    def end(self, best: int, bound: int, needs: float = 0.0) -> End | None:
+    def end(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
         """Why a search ends whose best plan has this period, in ticks. None: it goes on.
 
         `needs`: seconds for what it does next.
         """
         if best <= bound:
-            return End.BOUND
+            return SearchEnd.BOUND
         if self.stopped:
-            return End.INTERRUPT
+            return SearchEnd.INTERRUPT
         return self.clock.end if self.seconds <= needs else None
 
     def share(self, share: float) -> "Budget":

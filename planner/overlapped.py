@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerCosts, exact, layer_costs, ratio
+from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, ratio
 from slipstream.planner.job.network import Network, rounded
 from slipstream.planner.model.from_job import layer_ticks, tick_of, unit_of
 from slipstream.planner.model.problem import Bound, Problem
@@ -253,7 +253,7 @@ def _ticks(seconds: Fraction, tick: Fraction) -> int:
     return ceil(seconds / tick - Fraction(ROUNDED))
 
 
-class _Parts(NamedTuple):
+class _LayerParts(NamedTuple):
     """A worker's program as it is cut: its compute ops in order, and what it reduces, each range with its number."""
 
     ops: list[ProgramOp]
@@ -264,7 +264,7 @@ class _Overlapped:
     """A schedule whose workers cut the last `count` micro-batches that they run, and each range that is reduced into so
     many `pieces` at most. `ascending`: their W are done by layer, the first one first, in place of Johnson's rule."""
 
-    def __init__(self, schedule: Schedule, job: Job, costs: LayerCosts | None, count: int, pieces: int, *,
+    def __init__(self, schedule: Schedule, job: Job, costs: LayerSeconds | None, count: int, pieces: int, *,
                  ascending: bool = False) -> None:
         self._old, self._costs, self._count, self._ascending = schedule, costs, count, ascending
         self._job = job
@@ -326,11 +326,11 @@ class _Overlapped:
 
         return {layer: turn for turn, piece in enumerate(sorted(pieces, key=rule)) for layer in range(*piece)}
 
-    def _divided(self, program: Program) -> _Parts:
+    def _divided(self, program: Program) -> _LayerParts:
         """A program with its last micro-batches cut."""
         reduced = [self._old.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None]
         if not self._count:
-            return _Parts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
+            return _LayerParts([op for op in program if op.kind not in (OpKind.A, OpKind.O)], sorted(reduced))
         pieces = sorted(piece for layers in reduced for piece in self._cut(layers))
         edges = sorted({edge for piece in pieces for edge in piece})
         finals = [op for op in program if op.kind in FINAL]
@@ -356,7 +356,7 @@ class _Overlapped:
                     waiting += [(self._turn[self._layers[one.slice or 0][0]], len(ops) + place,
                                  replace(one, kind=OpKind.W))
                                 for place, one in enumerate(reversed(cut))]
-        return _Parts(ops, pieces)
+        return _LayerParts(ops, pieces)
 
     def _cut(self, layers: LayerRange) -> list[LayerRange]:
         """Layers that are reduced together, as ranges that are reduced one after the other."""

@@ -21,8 +21,8 @@ import msgspec
 from slipstream.planner.budget import (
     Budget,
     Clock,
-    End,
     ProgressCallback,
+    SearchEnd,
     SearchProgress,
     StepClock,
     Tally,
@@ -37,7 +37,7 @@ from slipstream.planner.model.assemble import claiming
 from slipstream.planner.model.bounds import least_of, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, layered_problem, tick_of, unit_of, with_layout
-from slipstream.planner.model.problem import Bound, Layout, NoPlanError, Problem, Question
+from slipstream.planner.model.problem import Bound, Layout, LayoutScope, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import beside_compute, bounding_problem, overlaps, without_reductions
 from slipstream.planner.params import OverlapParams
@@ -115,7 +115,7 @@ def proposed(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: 
     if problem is not None and alone:
         return Proposals(first=problem)
     sliced = options.slices if problem is None or options.layers == "move" else problem.sliced
-    question = Question(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
+    question = LayoutScope(layers=options.layers, sliced=sliced, from_checkpoint=options.from_checkpoint)
     given, below = (
         layered_problem(job, failed, question, backward=options.backward or "split",
                         optimizer=options.optimizer or "staggered", holds=dict(options.holds), down=down)
@@ -181,7 +181,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, of the best plan in which no layers change hands, where they do in this one."""
     tally: Tally | None = None
     """How often each technique was tried for this schedule, and how often it helped."""
-    end: End | None = None
+    end: SearchEnd | None = None
     """Why the search ended, where that is known."""
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.metrics import Work
+from slipstream.runtime.coordinator.metrics import IterationWork
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ class Fit:
     transport: Transport
     forms: tuple[FormSpec, ...]
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
-    work: Work
+    work: IterationWork
     """What an iteration is."""
     shared_layers: tuple[frozenset[int], ...]
     """The layers of each group that has a parameter together."""
@@ -96,8 +96,8 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
                choose_transport(training.backend, device, gpus.workers, gpu_count(device),
                                 shared=training.share_devices),
                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
-               Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
-                    peak_flops=training.peak_flops or options.peak_flops),
+               IterationWork(tokens=training.batch * config.model.context * microbatches,
+                             flops=flops.training(microbatches), peak_flops=training.peak_flops or options.peak_flops),
                tuple(frozenset(place.layer for place in group) for group in sharing_of(model).groups),
                training.evaluate_every is not None
                or costs_known(corpus, training, stage_layers(schedule.grid, placement)) is not None,

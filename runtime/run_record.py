@@ -51,7 +51,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedIteration:
     """An iteration that was committed and never given up."""
 
     at: float
@@ -72,7 +72,7 @@ class Stretch:
     """Run seconds."""
     end: float
     order: OrderGiven
-    committed: tuple[Committed, ...]
+    committed: tuple[CommittedIteration, ...]
     fault_free_period: float | None
 
     @property
@@ -92,7 +92,7 @@ class Stretch:
         return self.fault_free_period / planned if self.fault_free_period and planned else None
 
     @property
-    def _warm(self) -> tuple[Committed, ...]:
+    def _warm(self) -> tuple[CommittedIteration, ...]:
         return self.committed[1:] or self.committed
 
 
@@ -102,7 +102,7 @@ class RunRecord:
 
     folder: Path
     events: tuple[Happened, ...]
-    committed: tuple[Committed, ...]
+    committed: tuple[CommittedIteration, ...]
     stretches: tuple[Stretch, ...]
     seconds: float
     """The sum over all starts."""
@@ -166,17 +166,17 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _committed(placed: Sequence[tuple[Iteration, float, int]], offsets: Sequence[float],
-               begun: dict[int, float]) -> tuple[Committed, ...]:
+               begun: dict[int, float]) -> tuple[CommittedIteration, ...]:
     """`placed` are iterations, each with its run seconds and its start; `begun`: the first order of each start."""
-    found, last, last_start = list[Committed](), 0.0, -1
+    found, last, last_start = list[CommittedIteration](), 0.0, -1
     for one, at, start in placed:
         before = last if start == last_start else begun.get(start, offsets[start])
-        found.append(Committed(at, max(0.0, at - before), one.iteration, one.loss, one.period, one.cost_error))
+        found.append(CommittedIteration(at, max(0.0, at - before), one.iteration, one.loss, one.period, one.cost_error))
         last, last_start = at, start
     return tuple(found)
 
 
-def _stretches(orders: Sequence[tuple[float, float, OrderGiven]], committed: Sequence[Committed],
+def _stretches(orders: Sequence[tuple[float, float, OrderGiven]], committed: Sequence[CommittedIteration],
                fault_free: float | None) -> tuple[Stretch, ...]:
     ends = [min(end, following[0]) for (_, end, _), following in pairwise(orders)] + [end for _, end, _ in orders[-1:]]
     times = [one.at for one in committed]

@@ -14,7 +14,7 @@ from rich.table import Table as Grid
 from benchmarks.fleet.cases import CASES, Report, read_report, run_case
 from benchmarks.fleet.page import HEAD, benchmark_page, shown, summary, table_rows
 from benchmarks.fleet.text import COLUMNS, benchmark_markdown
-from slipstream.cli.fleet import GROUP, POLICIES, EntryError, Policy, Table, installed_policy, read_entry
+from slipstream.cli.fleet import GROUP, POLICIES, EntryError, EntryTable, Policy, installed_policy, read_entry
 from slipstream.cli.shared.console import err, near, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
@@ -103,7 +103,7 @@ def _known(given: list[str] | None, known: Collection[str], option: str) -> list
     return [name for name in known if not given or name in given]
 
 
-def _entry(name: str) -> Table | type[Policy]:
+def _entry(name: str) -> EntryTable | type[Policy]:
     try:
         if Path(name).suffix == ".json":
             return read_entry(Path(name))
@@ -115,14 +115,14 @@ def _entry(name: str) -> Table | type[Policy]:
     return kind
 
 
-def _require_names(entries: list[Table | type[Policy]]) -> None:
+def _require_names(entries: list[EntryTable | type[Policy]]) -> None:
     """End the command where two systems have one name, or a table has a case that is not of the set."""
     taken = set(POLICIES)
     for one in entries:
         if one.name in taken:
             refuse(f"--entry {one.name}: another system has this name; expected one of its own")
         taken.add(one.name)
-        for name in one.cases if isinstance(one, Table) else ():
+        for name in one.cases if isinstance(one, EntryTable) else ():
             if name not in CASES:
                 refuse(f"--entry {one.name}: cases.{name}: expected one of {', '.join(CASES)}{near(name, CASES)}")
 

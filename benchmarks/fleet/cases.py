@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.figures import published
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, group_gpus
 from slipstream.cli.fleet.costs import Costs, costs_for
-from slipstream.cli.fleet.entry import EntryError, Table, decoded, table_policy
+from slipstream.cli.fleet.entry import EntryError, EntryTable, decoded, table_policy
 from slipstream.cli.fleet.failure_models import FAILURE_MODELS, SLOW_MODELS, FailureModel
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Policy, Scenario
@@ -188,7 +188,7 @@ def trace_of(case: Case, workers: int, seed: int, model: FailureModel | None = N
 
 
 def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[str] = (),
-             entries: Iterable[Table | type[Policy]] = (), sensitivity: bool = True,
+             entries: Iterable[EntryTable | type[Policy]] = (), sensitivity: bool = True,
              progress: Callable[[str], None] = lambda _: None) -> CaseResult:
     """Simulate a case. `names`: only these policies of ours, where the case has them; `entries`: those of others.
 
@@ -198,7 +198,7 @@ def run_case(case: Case, *, seeds: int = 5, processes: int = 2, names: Sequence[
     kinds = [kind for name, kind in POLICIES.items()
              if (not names or name in names) and (not case.policies or name in case.policies)]
     for entry in entries:
-        kind = table_policy(entry, case.name, job.stages) if isinstance(entry, Table) else entry
+        kind = table_policy(entry, case.name, job.stages) if isinstance(entry, EntryTable) else entry
         kinds += [kind] if kind is not None else []
     throughputs = Throughputs(job, settle_seconds=case.settle_seconds, announce=progress)
     costs = costs_for(case.parameters, job.stages)

@@ -28,7 +28,7 @@ from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
-from slipstream.runtime.coordinator.metrics import Work, record_metrics
+from slipstream.runtime.coordinator.metrics import IterationWork, record_metrics
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.events import LOSSES, Event
@@ -130,7 +130,7 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
               options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
     places = {worker: node for node, share in enumerate(shares) for worker in share}
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, Work(
+        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, IterationWork(
             tokens=1, flops=1.0, peak_flops=None), None))
         loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()),
                                                  lambda iteration, _: mark("committed", iteration=iteration), metrics))

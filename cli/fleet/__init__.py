@@ -30,7 +30,7 @@ from slipstream.cli.fleet.costs import costs_for as costs_for
 from slipstream.cli.fleet.entry import GROUP as GROUP
 from slipstream.cli.fleet.entry import Entry as Entry
 from slipstream.cli.fleet.entry import EntryError as EntryError
-from slipstream.cli.fleet.entry import Table as Table
+from slipstream.cli.fleet.entry import EntryTable as EntryTable
 from slipstream.cli.fleet.entry import installed_policy as installed_policy
 from slipstream.cli.fleet.entry import read_entry as read_entry
 from slipstream.cli.fleet.failure_cost import reproduce_failure_cost as reproduce_failure_cost

@@ -74,7 +74,7 @@ class Entry(RatedByStage):
         return tuple(self.scenario.pipelines - count for count in live)
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of a table."""
 
     down: int | list[int]
@@ -82,22 +82,22 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause_seconds: float = 0.0
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry as a file."""
 
     format: Literal["slipstream-entry-1"]
     name: str
     title: str
     source: str
-    cases: dict[str, list[Row]]
+    cases: dict[str, list[EntryRow]]
 
 
 class _TableEntry(Entry):
     """A system of which a table is known."""
 
-    rows: ClassVar[Mapping[int | DownByStage, Row]]
+    rows: ClassVar[Mapping[int | DownByStage, EntryRow]]
 
-    def _row(self, down: DownByStage) -> Row | None:
+    def _row(self, down: DownByStage) -> EntryRow | None:
         if down in self.rows:
             return self.rows[down]
         counts = [key for key in self.rows if isinstance(key, int) and key >= sum(down)]
@@ -123,10 +123,10 @@ def decoded(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -
         raise EntryError(f"{path}: {error}; expected {expected}") from None
 
 
-_TABLE = msgspec.json.Decoder(Table)
+_TABLE = msgspec.json.Decoder(EntryTable)
 
 
-def read_entry(path: Path) -> Table:
+def read_entry(path: Path) -> EntryTable:
     """Read a table. Raises EntryError, whose message names the file and what is wrong."""
     table = decoded(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
@@ -141,12 +141,12 @@ def read_entry(path: Path) -> Table:
     return table
 
 
-def table_policy(table: Table, case: str, stages: int) -> type[Policy] | None:
+def table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
     """The policy that a table describes for a case; None where it has none. Raises EntryError for other stages."""
     rows = table.cases.get(case)
     if rows is None:
         return None
-    found: dict[int | DownByStage, Row] = {}
+    found: dict[int | DownByStage, EntryRow] = {}
     for row in rows:
         if isinstance(row.down, list) and len(row.down) != stages:
             raise EntryError(f"{table.name}: cases.{case}: down has {len(row.down)} numbers; expected one for each of "

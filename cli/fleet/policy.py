@@ -128,7 +128,7 @@ class Policy(ABC):
         self.throughputs = scenario.throughputs
         self.costs = scenario.costs
         self.spans = Spans()
-        self.checkpoints = Checkpoints(self.spans, scenario.checkpoint_interval,
+        self.checkpoints = CheckpointPauses(self.spans, scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
         self.slow: dict[int, float] = {}
         """How many times as long each live machine that is slow takes."""
@@ -299,7 +299,7 @@ class Spans:
         raise AssertionError("the last phase of a policy has an end")
 
 
-class Checkpoints:
+class CheckpointPauses:
     """Tells how many samples would be lost by going back to the last checkpoint.
 
     One is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at the same

@@ -42,7 +42,7 @@ class Settled(NamedTuple):
     """Layers that the busiest worker receives, in stages: what it takes to load one is the unit of time to move."""
 
 
-class Slow(NamedTuple):
+class SlowWorker(NamedTuple):
     """Live workers that are slow, all as slow as the slowest."""
 
     workers: int
@@ -50,7 +50,7 @@ class Slow(NamedTuple):
     """By which their ops take longer."""
 
 
-NONE_SLOW = Slow(0, 1.0)
+NONE_SLOW = SlowWorker(0, 1.0)
 
 
 class SettledPlans:
@@ -69,9 +69,9 @@ class SettledPlans:
         self._options = PlanOptions(method="cp-sat" if dead else "greedy", layers="move", steps=0)
         self._dead = sorted(dead)
         self._seconds, self._table = plan_seconds, table
-        self._found: dict[tuple[int, int, Slow], Settled | None] = {}
+        self._found: dict[tuple[int, int, SlowWorker], Settled | None] = {}
 
-    def answer(self, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
+    def answer(self, failures: int, slow: SlowWorker = NONE_SLOW) -> Settled | None:
         """The best plan found with layers that move, of so many failures or one more; None where there is none.
 
         So one failure fewer is not slower: a live worker may idle. Where workers are slow, the plan for just that.
@@ -81,7 +81,7 @@ class SettledPlans:
         groups = max(1, job.pipelines // GROUP) if divides else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
-            return self._kept(pipelines, share, Slow(-(-slow.workers // groups), slow.factor))
+            return self._kept(pipelines, share, SlowWorker(-(-slow.workers // groups), slow.factor))
         found = self._kept(pipelines, share)
         if self._are_dead(pipelines, share) or (found and found.period <= self._least(pipelines, share + 1)):
             return found
@@ -102,7 +102,7 @@ class SettledPlans:
         layers = max(map(len, layers_received(schedule).values()), default=0)
         return Settled(_seconds(schedule), layers / self._layers_per_stage)
 
-    def _kept(self, pipelines: int, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
+    def _kept(self, pipelines: int, failures: int, slow: SlowWorker = NONE_SLOW) -> Settled | None:
         key = pipelines, failures, slow
         if key not in self._found and pipelines == self._job.pipelines and not slow.workers and (
                 schedule := self._of_table(failures)):
@@ -129,7 +129,7 @@ class SettledPlans:
             return math.inf
         return least_with_any_layers(job, stacked(failures, pipelines, job.stages))
 
-    def _planned(self, pipelines: int, failures: int, slow: Slow) -> Settled | None:
+    def _planned(self, pipelines: int, failures: int, slow: SlowWorker) -> Settled | None:
         job, affected = self._part(pipelines), failures + slow.workers
         if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
@@ -144,7 +144,8 @@ class SettledPlans:
             best = min(filter(None, (best, plan)), key=_seconds, default=None)
         return None if best is None else self._settled(best)
 
-    def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: Slow, share: float) -> Schedule | None:
+    def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorker, share: float
+                  ) -> Schedule | None:
         """The best schedule found in this share of the time, with the first of the chosen workers down and the others
         slow; None where there is none.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipstream.cli.fleet.loads import DownByStage, Loads, spread_over_stages
-from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, Slow
+from slipstream.cli.fleet.settled import NONE_SLOW, SettledPlans, SlowWorker
 from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.periods import Periods
@@ -79,7 +79,7 @@ class Throughputs:
         found = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
         return min(found, self.in_place((0,) * self.job.stages)) if any(down) else found
 
-    def settled(self, failures: int, slow: Slow = NONE_SLOW) -> tuple[float, float]:
+    def settled(self, failures: int, slow: SlowWorker = NONE_SLOW) -> tuple[float, float]:
         """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
 
         `slow` are others that are slow. (0.0, 0.0) where no plan exists. Never faster than with all workers alive and
@@ -87,7 +87,7 @@ class Throughputs:
         """
         return self.kept(("settled", failures, slow), lambda: self._found_settled(failures, slow))
 
-    def _found_settled(self, failures: int, slow: Slow) -> tuple[float, float]:
+    def _found_settled(self, failures: int, slow: SlowWorker) -> tuple[float, float]:
         found = self._settled.answer(failures, slow)
         rate, moved = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
         return min(rate, self.whole) if failures or slow != NONE_SLOW else rate, moved

@@ -168,7 +168,7 @@ def _missing_samples(times: Sequence[float]) -> list[str]:
 # --- Events -----------------------------------------------------------------------------------------------------------
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A line of the events form."""
 
     seconds: float
@@ -178,7 +178,7 @@ class Event(NamedTuple):
     """The factor, or the number of GPUs."""
 
 
-def _read_event(number: int, line: str, gpus_per_worker: int) -> Event:
+def _read_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
     event = _event(line)
     if event is None:
         raise TraceFileError(f"line {number}: {_shown(line)}; expected {_EVENTS}, as above it")
@@ -191,15 +191,15 @@ def _read_event(number: int, line: str, gpus_per_worker: int) -> Event:
     return event
 
 
-def _event(line: str) -> Event | None:
+def _event(line: str) -> TraceEvent | None:
     found = _EVENT.fullmatch(line)
     if found is None:
         return None
     seconds, what, machine = int(found[1]) / 1000, found[2], found[3]
     if what not in _VALUE:
-        return Event(seconds, what, machine)
+        return TraceEvent(seconds, what, machine)
     machine, _, value = (part.strip() for part in machine.rpartition(","))
-    return Event(seconds, what, machine, float(value)) if machine and _VALUE[what].fullmatch(value) else None
+    return TraceEvent(seconds, what, machine, float(value)) if machine and _VALUE[what].fullmatch(value) else None
 
 
 def _from_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> AvailabilityTrace:
@@ -236,7 +236,7 @@ class _MachinePlaces:
         self._places = 0
         self._changes: dict[float, _Changing] = {}
 
-    def record(self, event: Event) -> None:
+    def record(self, event: TraceEvent) -> None:
         """Record one event."""
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1

@@ -82,7 +82,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is distributed, and over which GPUs. `tensor_parallel` GPUs together are one worker."""
 
     gpu: GpuSpec
@@ -124,7 +124,7 @@ class _Cost(NamedTuple):
     """All the time."""
 
 
-def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def estimate(name: str, shape: ModelShape, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The tables of a job file, and the comments that say how they were made.
 
     Raises ValueError, with one line, where there are more stages than layers or the model does not fit.
@@ -165,19 +165,19 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
     return tables, _comments(shape, layout)
 
 
-def _layer_counts(shape: ModelShape, layout: Layout) -> list[int]:
+def _layer_counts(shape: ModelShape, layout: ModelLayout) -> list[int]:
     """The layers of each stage."""
     tokens = layout.microbatch_size * shape.sequence
     layer = 3 * (2 * shape.layer_parameters * tokens + _attention(shape, layout))
     return _layers_by_stage(shape.layers, layout.stages, layer, 6 * tokens * shape.hidden * shape.vocabulary)
 
 
-def _attention(shape: ModelShape, layout: Layout) -> int:
+def _attention(shape: ModelShape, layout: ModelLayout) -> int:
     """Floating-point operations of the attention of a layer."""
     return 4 * layout.microbatch_size * shape.sequence**2 * shape.hidden
 
 
-def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bool) -> _Cost:
+def _costs(shape: ModelShape, layout: ModelLayout, begin: int, end: int, *, whole: bool) -> _Cost:
     """What layers `begin` to `end` - 1 need; the embedding is with the first layer, the head with the last.
 
     `whole`: the first stage's input needs no gradient, so torch leaves its whole backward to W.
@@ -199,7 +199,7 @@ def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bo
         parameters=parameters, held_bytes=layout.held_bytes * parameters)
 
 
-def _times(costs: Sequence[_Cost], layout: Layout) -> dict[str, list[float]]:
+def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
     """Seconds of each op, by stage or by layer."""
     gpu = layout.gpu
     rate = gpu.flops * layout.efficiency * layout.tensor_parallel
@@ -233,7 +233,7 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
             "recomputed": [math.ceil(cost.recomputed / UNIT_BYTES) for cost in costs]}
 
 
-def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
+def _comments(shape: ModelShape, layout: ModelLayout) -> dict[str, list[str]]:
     gpu = layout.gpu
     held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]

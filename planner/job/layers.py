@@ -16,7 +16,7 @@ from slipstream.planner.job.file import Job, JobError
 from slipstream.schedules.schedule import Worker
 
 
-class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
+class LayerSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """One value for each of the L layers of the model; times in seconds, memory in the job's unit."""
 
     forward: tuple[Fraction, ...]
@@ -32,7 +32,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: tuple[Fraction, ...]
 
 
-def layer_costs(job: Job) -> LayerCosts:
+def layer_costs(job: Job) -> LayerSeconds:
     """The cost of each layer, 0..L-1: exact, so that the layers of a stage add up to the stage.
 
     Without `placement.layers` every stage of a chain is one layer. Raises JobError where a stage has no layer: its
@@ -48,7 +48,7 @@ def layer_costs(job: Job) -> LayerCosts:
     def divided(key: str, stages: tuple[float, ...]) -> tuple[Fraction, ...]:
         return _divided(stages[:job.depth], counts, getattr(job.layer_values, key) if job.layer_values else None)
 
-    return LayerCosts(
+    return LayerSeconds(
         **{key: divided(key, getattr(time, key))
            for key in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         **{key: divided(key, (getattr(memory, key) if memory else ()) or nothing)

@@ -20,7 +20,7 @@ import msgspec
 from slipstream.planner.layout.division import Divider, Replica, cut, layout_of
 from slipstream.planner.layout.fixed import fixed_layout
 from slipstream.planner.model.decompose import part_of
-from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, layers_in
 from slipstream.schedules.schedule import VirtualStage, Worker
@@ -148,7 +148,7 @@ def by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
         holds.update({_named(worker, pipelines): ranges for worker, ranges in layout.holds.items()})
         for batch, route in layout.routes.items():
             routes[MicroBatch(pipelines[batch.pipeline], batch.microbatch)] = tuple(
-                Stop(stop.layers, _named(stop.worker, pipelines)) for stop in route)
+                RouteSlice(stop.layers, _named(stop.worker, pipelines)) for stop in route)
     return Layout(kind=kind, holds=dict(sorted(holds.items())), routes=dict(sorted(routes.items())))
 
 
@@ -317,7 +317,7 @@ def finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
             for number in range(1, parts + 1)}
 
     def finer(route: Route) -> Route:
-        return tuple(Stop((first, end), worker) for (low, high), worker in route
+        return tuple(RouteSlice((first, end), worker) for (low, high), worker in route
                      for first, end in _split(low, high, ends))
 
     return msgspec.structs.replace(layout, routes={batch: finer(route) for batch, route in layout.routes.items()},

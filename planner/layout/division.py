@@ -28,7 +28,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from slipstream.planner.model.bounds import ticks_of_work, work_bound
-from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, Stop, evenly
+from slipstream.planner.model.problem import Layout, MicroBatch, Problem, Route, RouteSlice, evenly
 from slipstream.planner.params import DEFAULTS, LayoutParams
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
@@ -474,13 +474,13 @@ def _cut_evenly(workloads: Sequence[dict[int, int]], replica: Replica, batches: 
 
 def stops_of(layers: dict[int, Worker]) -> Route:
     """Consecutive layers on one worker are one slice."""
-    stops: list[Stop] = []
+    stops: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
         if stops and stops[-1].worker == worker and stops[-1].layers[1] == layer:
-            stops[-1] = Stop((stops[-1].layers[0], layer + 1), worker)
+            stops[-1] = RouteSlice((stops[-1].layers[0], layer + 1), worker)
         else:
-            stops.append(Stop((layer, layer + 1), worker))
+            stops.append(RouteSlice((layer, layer + 1), worker))
     return tuple(stops)
 
 

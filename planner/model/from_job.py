@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 
 from slipstream.planner.job.file import Job
-from slipstream.planner.job.layers import LayerCosts, exact, layer_costs, with_shared_state
+from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, with_shared_state
 from slipstream.planner.model.problem import (
     IN_PLACE,
     UNLIMITED,
     Held,
     LayerTicks,
     Layout,
+    LayoutScope,
     LiveWorker,
     MicroBatch,
     NoPlanError,
     Problem,
-    Question,
     Visit,
     groups_that_hold,
 )
@@ -49,7 +49,7 @@ FINEST_MEMORY = 2**40
 Rounded = Callable[[Fraction], int]
 
 
-def tick_of(job: Job, costs: LayerCosts | None = None) -> Fraction:
+def tick_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
     """The coarsest tick in seconds that holds every time exactly, or the longest op / FINEST when that is coarser.
 
     With `costs`, those of each layer, too.
@@ -97,7 +97,7 @@ def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) 
                  slow=tuple(Slow(worker, per_mille(factor)) for worker, factor in time.slow))
 
 
-def unit_of(job: Job, costs: LayerCosts | None = None) -> Fraction:
+def unit_of(job: Job, costs: LayerSeconds | None = None) -> Fraction:
     """The coarsest unit that holds all memory exactly, or a coarser one where that would need huge numbers."""
     if job.memory is None:
         return Fraction(1)
@@ -122,7 +122,7 @@ def memory_in_units(job: Job, unit: Fraction, *, down: bool = False) -> Memory |
                   activation=units(memory.activation, rounded), weight_stash=units(memory.weight_stash, rounded))
 
 
-def layer_ticks(costs: LayerCosts, tick: Fraction, unit: Fraction, *, fused: bool, down: bool = False) -> LayerTicks:
+def layer_ticks(costs: LayerSeconds, tick: Fraction, unit: Fraction, *, fused: bool, down: bool = False) -> LayerTicks:
     """Of these costs, rounded up, or down. `fused`: weights' gradients are made at once, and so nothing is stashed."""
     rounded: Rounded = math.floor if down else math.ceil
 
@@ -163,7 +163,7 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     return problem
 
 
-def layered_problem(job: Job, failed: Sequence[Worker] = (), question: Question = IN_PLACE, *,
+def layered_problem(job: Job, failed: Sequence[Worker] = (), question: LayoutScope = IN_PLACE, *,
                     backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered",
                     holds: Mapping[Worker, Held] | None = None, down: bool = False) -> Problem:
     """The same in ticks that are fine enough for single layers: layouts are made for it (`with_layout`).
@@ -241,7 +241,7 @@ def grid_of(job: Job) -> Grid:
                 chains=job.chains)
 
 
-def equal_parts(grid: Grid, costs: LayerTicks | LayerCosts) -> tuple[int, ...]:
+def equal_parts(grid: Grid, costs: LayerTicks | LayerSeconds) -> tuple[int, ...]:
     """Layers of each stage; 0 where their ops or what they hold are not equal."""
     parts = [{(costs.forward[layer], costs.backward_input[layer], costs.backward_weight[layer], costs.activation[layer],
                costs.weight_stash[layer]) for layer in range(*layers)} for layers in grid.layers_by_stage]

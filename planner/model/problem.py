@@ -42,7 +42,7 @@ class Bound(msgspec.Struct, frozen=True):
 # --- What each layer costs --------------------------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
+class LayerSums(NamedTuple):
     """[layer] sums over all layers before it, L + 1 values each."""
 
     forward: tuple[int, ...]
@@ -90,9 +90,9 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(map(max, self.activation, self.weight_stash))
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> LayerSums:
         """Sums over the layers before each one."""
-        return Sums(*(totals(getattr(self, name)) for name in Sums._fields))
+        return LayerSums(*(totals(getattr(self, name)) for name in LayerSums._fields))
 
     def of_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
         """The values of this name, of ranges of layers."""
@@ -140,14 +140,14 @@ class MicroBatch(NamedTuple):
     microbatch: int
 
 
-class Stop(NamedTuple):
+class RouteSlice(NamedTuple):
     """One slice of a route: layers, and the worker that runs their F, I and W."""
 
     layers: LayerRange
     worker: Worker
 
 
-Route = tuple[Stop, ...]
+Route = tuple[RouteSlice, ...]
 """Its layers tile 0..L-1 in order."""
 
 
@@ -193,7 +193,7 @@ class Visit(NamedTuple):
     worker: Worker
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
     """Which layouts a plan may choose from."""
 
     layers: LayersMode = "fixed"
@@ -209,7 +209,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
 
 
-IN_PLACE = Question()
+IN_PLACE = LayoutScope()
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -246,7 +246,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     assigned: bool = False
     """Whether the routes say who runs what, as those of layouts that were made do: then all holders share. In place,
     that is to be chosen."""
-    question: Question = IN_PLACE
+    question: LayoutScope = IN_PLACE
     """Of a problem that layouts are made for."""
     costs: LayerTicks = LayerTicks()
     """Of such a problem."""

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from slipstream.planner.budget import LAYOUT_STEPS, Budget, End
+from slipstream.planner.budget import LAYOUT_STEPS, Budget, SearchEnd
 from slipstream.planner.loops import plain
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose, undivided
@@ -86,12 +86,12 @@ class _Engine:
             fixed_period=fixed if best.moved else None, end=self._end(best, budget),
             ran=", ".join(budget.tally.techniques))
 
-    def _end(self, best: Incumbent, budget: Budget) -> End:
+    def _end(self, best: Incumbent, budget: Budget) -> SearchEnd:
         """List schedules alone end before the time where random steps find nothing better for long; annealing goes on
         while any candidate may be better."""
         needs = LITTLE * (budget.deadline - self._began) if self._greedy else 0.0
         goes_on = not self._greedy and self._promising()
-        return budget.end(best.period, best.bound.ticks, needs) or (budget.clock.end if goes_on else End.STALE)
+        return budget.end(best.period, best.bound.ticks, needs) or (budget.clock.end if goes_on else SearchEnd.STALE)
 
     @property
     def _best(self) -> Incumbent:

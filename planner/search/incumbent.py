@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from slipstream.planner.budget import End
+from slipstream.planner.budget import SearchEnd
 from slipstream.planner.model import assemble
 from slipstream.planner.model.arrays import Solution
 from slipstream.planner.model.bounds import strongest_bound
@@ -46,7 +46,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """seconds by which the plan became shorter."""
     ran: str = ""
     """Of the best when the search is over: what really was tried, in words; what others run has its name."""
-    end: End = End.BOUND
+    end: SearchEnd = SearchEnd.BOUND
     """Why the search ended."""
     evidence: str = ""
     """What is likely to leave a gap, or nothing."""

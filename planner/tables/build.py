@@ -24,7 +24,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import Transition, transition
-from slipstream.planner.tables.folder import Part, TableFolder, make_part, no_plan
+from slipstream.planner.tables.folder import FinishedPart, TableFolder, make_part, no_plan
 from slipstream.planner.tables.process_pool import run_all
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Program, Schedule, Seat, Worker
@@ -43,10 +43,10 @@ from slipstream.schedules.tables.pattern import (
 # --- Fewer failures are never slower than more, and layers moved never slower than in place ---------------------------
 
 
-def improved(parts: Mapping[str, Part], most: int, slow: Worker | None = None) -> dict[str, Part]:
+def improved(parts: Mapping[str, FinishedPart], most: int, slow: Worker | None = None) -> dict[str, FinishedPart]:
     """The parts of counts 0 to `most` that others make better, by key; `parts` are all of a table. `slow`: those with
     this slow worker among the failures."""
-    better: dict[str, Part] = {}
+    better: dict[str, FinishedPart] = {}
     for failures in range(most, -1, -1):
         for key, others in _sources(failures, slow):
             own = parts.get(key)
@@ -66,11 +66,11 @@ def _sources(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[st
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
 
 
-def _period(part: Part) -> float:
+def _period(part: FinishedPart) -> float:
     return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
 
 
-def _taken_over(own: Part, source: Part) -> Part | None:
+def _taken_over(own: FinishedPart, source: FinishedPart) -> FinishedPart | None:
     """The plan of another part as one for this part's number of failures; None where it is none."""
     schedule = decode_entry(source.entry, source.basis, source.programs)
     if own.failures < source.failures:
@@ -290,7 +290,7 @@ class EntryPlanner:
         self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, windows_of(job, options))}
         """The job, and that without each slow worker that is down in some entry."""
 
-    def __call__(self, task: EntryTask) -> Part:
+    def __call__(self, task: EntryTask) -> FinishedPart:
         """Plan an entry."""
         try:
             schedule = self._settled(task) if task.settled else self._at_once(task)

@@ -23,11 +23,11 @@ from slipstream.schedules.tables.file import (
     READABLE_INDEX,
     VERSION,
     Basis,
-    Entry,
     EntryDocument,
     Index,
     Programs,
     Row,
+    TableEntry,
     TableError,
     compress,
     decompress,
@@ -116,7 +116,7 @@ NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]
 NO_NODES: NodesOfEntry = {}
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A finished entry: its schedule with its programs, or the reason why there is none."""
 
     format: str = "slipstream.part"
@@ -124,7 +124,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sha256: str = ""
     """Digest of this part, computed with an empty text in its place."""
     basis: Basis
-    entry: Entry
+    entry: TableEntry
     programs: tuple[msgspec.Raw, ...]
     failures: int
     reason: str | None = None
@@ -133,32 +133,32 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Of a settled entry: what it moves."""
 
 
-_KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=Part,
+_KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=FinishedPart,
                      bulk=("programs", "entry"), max_bytes=MAX_PROGRAMS_BYTES, error=TableError)
 
 
-def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> Part:
+def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> FinishedPart:
     """The part for a schedule."""
     numbers: dict[bytes, int] = {}
     entry = encode_entry(key, schedule, basis, numbers)
-    return Part(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
+    return FinishedPart(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
                 failures=len(schedule.failed), moved=moved)
 
 
-def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int) -> Part:
+def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int) -> FinishedPart:
     """The part for failures that no plan can exist for."""
-    entry = Entry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible", method=basis.method,
-                  seats=())
-    return Part(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
+    entry = TableEntry(key=key, failed=failed, period_ticks=0, lower_bound_ticks=0, status="feasible",
+                       method=basis.method, seats=())
+    return FinishedPart(basis=basis, entry=entry, programs=(), failures=failures, reason=reason)
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: FinishedPart) -> bytes:
     """The bytes of a part's file."""
     part = msgspec.structs.replace(part, sha256="")
     return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=digest(msgspec.json.encode(part)))))
 
 
-def decode_part(data: bytes, source: str) -> Part:
+def decode_part(data: bytes, source: str) -> FinishedPart:
     """Read a part. Raises TableError, also when its digest does not match."""
     part = _KIND.decode(decompress(data, source), source)
     if digest(msgspec.json.encode(msgspec.structs.replace(part, sha256=""))) != part.sha256:
@@ -197,12 +197,12 @@ class TableFolder:
             self._table = None
         return frozenset(self._finished)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: FinishedPart) -> None:
         """Write the file of a finished entry. Raises OSError."""
         write_atomically(self._part_path(part.entry.key), encode_part(part))
         self._finished.add(part.entry.key)
 
-    def parts(self, keys: Sequence[str]) -> dict[str, Part]:
+    def parts(self, keys: Sequence[str]) -> dict[str, FinishedPart]:
         """The finished entries with these keys. Raises TableError."""
         return {key: self._read_part(self._part_path(key)) for key in keys}
 
@@ -243,7 +243,7 @@ class TableFolder:
         files = [self._path / name for name in (INDEX, READABLE_INDEX, JOB, PROGRAMS)]
         return sum(path.stat().st_size for path in (*files, *(self._path / ENTRIES).iterdir()))
 
-    def _part_of(self, table: Table, row: Row) -> Part:
+    def _part_of(self, table: Table, row: Row) -> FinishedPart:
         if row.reason is not None:
             return no_plan(self._basis, row.key, row.failed, row.reason, failures=row.failures)
         moved = None if row.layers_moved is None else \
@@ -257,7 +257,7 @@ class TableFolder:
         folder = self._path / PARTS
         return sorted(path for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
 
-    def _read_part(self, path: Path) -> Part:
+    def _read_part(self, path: Path) -> FinishedPart:
         part = decode_part(_KIND.read_bytes(path), str(path))
         self._require_same(part.basis, path)
         if self._part_path(part.entry.key) != path:
@@ -274,7 +274,7 @@ class TableFolder:
                                  "folder")
 
 
-def _document(part: Part, numbers: dict[bytes, int]) -> EntryDocument:
+def _document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
     """The entry with the numbers that its programs have in the whole table; new ones are added to `numbers`."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
@@ -282,7 +282,7 @@ def _document(part: Part, numbers: dict[bytes, int]) -> EntryDocument:
     return EntryDocument(**fields)
 
 
-def _row(part: Part, fault_free: float) -> Row:
+def _row(part: FinishedPart, fault_free: float) -> Row:
     entry, grid, tick = part.entry, part.basis.grid, part.entry.tick_seconds(part.basis)
     if part.reason is not None:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)

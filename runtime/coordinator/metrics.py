@@ -25,7 +25,7 @@ Sink = IterationLines | TensorBoard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class IterationWork:
     """What an iteration is, over all pipelines."""
 
     tokens: int
@@ -41,7 +41,7 @@ IterationObserver = Callable[[Metrics], None]
 class MetricsRecorder:
     """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
 
-    def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0,
+    def __init__(self, config: TrainingConfig, work: IterationWork, sinks: Sequence[Sink], recoveries: int = 0,
                  write: Writer = AT_ONCE, observer: IterationObserver = lambda _: None) -> None:
         self._config = config
         self._work = work
@@ -102,7 +102,7 @@ class MetricsRecorder:
             self._write(sink.close)
 
 
-def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None,
+def record_metrics(out: Path, first: int, config: TrainingConfig, work: IterationWork, tensorboard: Path | None,
                    write: Writer = AT_ONCE, observer: IterationObserver | None = None
                    ) -> MetricsRecorder:
     """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.

@@ -80,7 +80,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return [index % len(self.ranges) for index in range(self.worker, last, self.computing)]
 
 
-class Network(msgspec.Struct, frozen=True):
+class MeasuredNetwork(msgspec.Struct, frozen=True):
     """What the links between workers do."""
 
     latency: float = 0.0
@@ -91,7 +91,7 @@ class Network(msgspec.Struct, frozen=True):
     """Share of the time of a reduction in which compute beside it stands still."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """What it has measured."""
 
     stages: dict[int, StageProfile]
@@ -99,7 +99,7 @@ class Answer(msgspec.Struct, frozen=True):
     gather: list[float]
     """Seconds after a step, where the optimizer's state is sharded."""
     transfer: float
-    network: Network
+    network: MeasuredNetwork
     waiting: float
     outside_bytes: int = 0
     """Of the GPU, besides torch's tensors."""
@@ -126,7 +126,7 @@ class _Measurer:
         self._data = load_corpus(task.config)
         self._benches: dict[int, StageBench] = {}
 
-    def answer(self) -> Answer:
+    def answer(self) -> Measurement:
         """Compute at the same time as the others; then exchange tensors with them."""
         task = self._task
         everyone = [Worker(worker, 0) for worker in range(task.workers)]
@@ -138,7 +138,7 @@ class _Measurer:
         stages, waiting = self._compute() if task.stages else ({}, 0.0)
         self._meet("measured by all", task.workers)
         all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
-        network = Network()
+        network = MeasuredNetwork()
         if task.workers > 1:
             all_reduce, gather, transfer = self._communicate(session, everyone)
             network = self._network(session, everyone)
@@ -146,7 +146,7 @@ class _Measurer:
         outside = self._outside_bytes()
         self._meet("end", task.workers)
         session.close()
-        return Answer(stages, all_reduce, gather, transfer, network, waiting, outside)
+        return Measurement(stages, all_reduce, gather, transfer, network, waiting, outside)
 
     def _outside_bytes(self) -> int:
         """Return what this process takes of its GPU besides torch's tensors, when all that share it take as much."""
@@ -251,7 +251,7 @@ class _Measurer:
                 lambda: session.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
         return all_reduce, gather, transfer
 
-    def _network(self, session: Session, everyone: Sequence[Worker]) -> Network:
+    def _network(self, session: Session, everyone: Sequence[Worker]) -> MeasuredNetwork:
         """What links do between the first two workers, and reductions to compute beside them."""
         task = self._task
         little, much = (self._median(lambda: _ping_pong(
@@ -259,7 +259,7 @@ class _Measurer:
             for size in (1, LARGE_BYTES))
         self._meet("links measured", task.workers)
         slowdown = self._slowdown(session) if task.worker < task.reduce_group > 1 else 0.0
-        return Network(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
+        return MeasuredNetwork(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
 
     def _slowdown(self, session: Session) -> float:
         """By rounds of compute alone, and while gradients of the longest stage are reduced by another thread."""

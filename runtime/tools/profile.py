@@ -21,7 +21,7 @@ from slipstream.runtime.processes.children import ChildError, Children
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.runtime.replay.transport import choose_transport
-from slipstream.runtime.tools.measurer import Answer, Network, Task
+from slipstream.runtime.tools.measurer import MeasuredNetwork, Measurement, Task
 from slipstream.runtime.tools.stage_bench import StageProfile
 
 TIMEOUT_SECONDS = 600.0
@@ -57,11 +57,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time in which a measuring process had to wait for others of this machine; on CPUs, about 0 is right.
     0 where it is not known: on GPUs, and where ranks wait for each other.
     """
-    network: Network = Network()
+    network: MeasuredNetwork = MeasuredNetwork()
     """Links between two workers here, and the most that reductions take from compute beside them."""
 
 
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(Measurement)
 
 
 def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
@@ -98,7 +98,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
                    reduce_group=reduce_group, transport=transport, waiting=max(answer.waiting for answer in answers))
 
 
-def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Answer]:
+def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Measurement]:
     """Run one process a task, all at a time; none is left at the end."""
     try:
         with Children("slipstream.runtime.tools.measurer:measure", tasks, fork_server) as children:
@@ -109,7 +109,7 @@ def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Answer]:
         raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
 
 
-def _stages(tasks: Sequence[Task], answers: Sequence[Answer]) -> tuple[StageProfile, ...]:
+def _stages(tasks: Sequence[Task], answers: Sequence[Measurement]) -> tuple[StageProfile, ...]:
     """Each stage by the ranks of the worker that was first to have it; all-reduces by those of worker 0."""
     found = []
     for stage in range(len(tasks[0].ranges)):

@@ -31,12 +31,12 @@ class SelfTestResult(msgspec.Struct, frozen=True):
     transfer_seconds: float
 
 
-class _Task(msgspec.Struct, frozen=True):
+class _MeetingTask(msgspec.Struct, frozen=True):
     worker: Worker
     rendezvous: Rendezvous
 
 
-_TASK = msgspec.json.Decoder(_Task)
+_TASK = msgspec.json.Decoder(_MeetingTask)
 _RESULT = msgspec.json.Decoder(SelfTestResult)
 
 
@@ -45,7 +45,8 @@ class SelfTest(Children):
 
     def __init__(self) -> None:
         self._store, opened = host_store()
-        super().__init__("slipstream.runtime.tools.self_test:meet", [_Task(worker, opened) for worker in WORKERS])
+        tasks = [_MeetingTask(worker, opened) for worker in WORKERS]
+        super().__init__("slipstream.runtime.tools.self_test:meet", tasks)
 
     def wait(self, timeout: float) -> SelfTestResult:
         """What the second of them measured. Raises SelfTestError."""
@@ -57,7 +58,7 @@ class SelfTest(Children):
             raise SelfTestError(f"two processes did not meet and talk within {timeout:.0f} s") from None
 
 
-def _exchange(task: _Task) -> SelfTestResult:
+def _exchange(task: _MeetingTask) -> SelfTestResult:
     """One side: the first worker sends, the second sends back one more."""
     began = time.perf_counter()
     store = connect_store(task.rendezvous)

@@ -7,8 +7,19 @@ where that begins; what counts beyond is the order, and which samples go to name
 """
 
 from slipstream.schedules.dealing.deal import CostError, Costs, Dealer, Dealt, require_costs
-from slipstream.schedules.dealing.fit import Coefficients, Fit, costs_by_stage, fit
+from slipstream.schedules.dealing.fit import CoefficientFit, Coefficients, costs_by_stage, fit
 from slipstream.schedules.dealing.lengths import costs_of, read_lengths
 
-__all__ = ["Coefficients", "CostError", "Costs", "Dealer", "Dealt", "Fit", "costs_by_stage", "costs_of", "fit",
-           "read_lengths", "require_costs"]
+__all__ = [
+           "CoefficientFit",
+           "Coefficients",
+           "CostError",
+           "Costs",
+           "Dealer",
+           "Dealt",
+           "costs_by_stage",
+           "costs_of",
+           "fit",
+           "read_lengths",
+           "require_costs",
+]

@@ -16,7 +16,7 @@ Coefficients = tuple[float, float, float]
 Rows = npt.NDArray[np.float64]
 
 
-class Fit(NamedTuple):
+class CoefficientFit(NamedTuple):
     """Coefficients, none of which is negative."""
 
     coefficients: Coefficients
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     """The root of the mean square of (fitted / measured - 1)."""
 
 
-def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> Fit:
+def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CoefficientFit:
     """Coefficients with the least relative error (squares of it added up), of those that are not negative.
 
     With three of them, the best of all subsets that come out without a negative one is the exact answer of non-negative
@@ -33,7 +33,7 @@ def fit(tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[flo
     measured = np.asarray(seconds, np.float64)
     rows = np.stack((np.ones_like(measured), np.asarray(tokens, np.float64), np.asarray(squares, np.float64)), axis=1)
     found, least = _not_negative(rows / measured[:, None], np.ones_like(measured))
-    return Fit(found, math.sqrt(least / len(measured)))
+    return CoefficientFit(found, math.sqrt(least / len(measured)))
 
 
 def _not_negative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:

@@ -89,7 +89,7 @@ class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     memory: Memory | None
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One schedule, in which every live worker plays its own role."""
 
     key: str
@@ -167,7 +167,7 @@ class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     programs: tuple[msgspec.Raw, ...]
 
 
-class EntryDocument(Entry, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EntryDocument(TableEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An entry as a file holds it."""
 
     format: str = "slipstream.entry"
@@ -250,7 +250,7 @@ def compress(data: bytes) -> bytes:
 # --- Schedules as entries, and back -----------------------------------------------------------------------------------
 
 
-def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> Entry:
+def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> TableEntry:
     """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it.
 
     Raises TableError for a schedule that is too large to be read again.
@@ -267,7 +267,7 @@ def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes
     holds = tuple(seat.holds for seat in schedule.seats)
     costs = EntryCosts(tick_seconds=schedule.tick_seconds, slices=schedule.slices, times=schedule.times,
                        memory=schedule.memory)
-    return Entry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
+    return TableEntry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
                  lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
                  holds=() if all(held is None for held in holds) else holds,
                  costs=None if costs == basis.costs else costs, bound_scope=schedule.bound_scope)
@@ -279,7 +279,7 @@ def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
     return msgspec.json.encode(renamed(program, {pipeline: index for index, pipeline in enumerate(helped)})), helped
 
 
-def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
+def decode_entry(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
     """The schedule of an entry; `programs` are all of the table. Raises TableError when it is not well-formed."""
     try:
         schedule = _schedule_of(entry, basis, programs)
@@ -292,7 +292,7 @@ def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
 _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 
 
-def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
+def _schedule_of(entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}

@@ -25,11 +25,11 @@ from slipstream.schedules.tables.file import (
     PROGRAMS,
     PROGRAMS_KIND,
     Basis,
-    Entry,
     EntryDocument,
     Index,
     Programs,
     Row,
+    TableEntry,
     TableError,
     decode_entry,
     decompress,
@@ -64,7 +64,7 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 class Table:
     """A table in memory, its digests verified."""
 
-    def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, TableEntry]) -> None:
         self.folder = folder
         self.index = index
         self._programs = programs.programs
@@ -102,7 +102,7 @@ class Table:
         """Every program of the table, as JSON text."""
         return self._programs
 
-    def stored(self, key: str) -> Entry:
+    def stored(self, key: str) -> TableEntry:
         """An entry as it is stored. Raises KeyError for an unknown key, or one without a plan."""
         return self._entries[key]
 

@@ -21,7 +21,7 @@ from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.processes import fork_server
-from slipstream.runtime.tools.measurer import Network as MeasuredNetwork
+from slipstream.runtime.tools.measurer import MeasuredNetwork
 from slipstream.runtime.tools.profile import Profile, profile
 from slipstream.runtime.tools.stage_bench import StageProfile
 from tests.runtime.forked import own_fork_server

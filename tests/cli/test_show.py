@@ -15,7 +15,7 @@ from slipstream.cli.drawing.op_labels import worker_label
 from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import drawing
 from slipstream.cli.drawing.text_timeline import MAX_ROWS, timeline
-from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from slipstream.schedules.codec import write
 from slipstream.schedules.layers import short
 from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -337,7 +337,7 @@ def test_layers_anywhere_are_drawn(schedule):
     Console(file=io.StringIO(), width=100).print(timeline(schedule, 100))
     ElementTree.fromstring(drawing(schedule))
     assert_well_formed(json.loads(perfetto_trace(schedule))["traceEvents"])
-    assert timeline_page([Shown("any", schedule)])
+    assert timeline_page([ShownSchedule("any", schedule)])
 
 
 def test_a_trace_of_slices_that_the_schedule_does_not_have(tmp_path):

@@ -10,7 +10,7 @@ from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact
 from slipstream.planner.model.bounds import period_bound
 from slipstream.planner.model.from_job import layered_problem
-from slipstream.planner.model.problem import NoPlanError, Question
+from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only, plan_with
@@ -121,7 +121,7 @@ def test_on_tiny_jobs_no_layout_at_all_is_below_the_bound_of_any_layers(layers, 
         job = grid(2, 1, 1, times=f"{whole}\ntransfer = {transfer}\noptimizer = {sum(steps)}",
                    more=f"[placement]\nlayers = [2]\n[layers]\n{text}\noptimizer = {steps}")
     options = PlanOptions(layers="move", backward="fused", steps=STEPS)
-    given_problem = layered_problem(job, (), Question(layers="move"), backward="fused")
+    given_problem = layered_problem(job, (), LayoutScope(layers="move"), backward="fused")
     made = plan_only(options, job, ()).schedule
     optimum = optimal_period_of_any_layout([sum(of) - of[0] for of in layers], [of[0] for of in layers], steps,
                                            workers=2, microbatches=count, transfer=transfer)

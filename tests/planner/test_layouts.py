@@ -10,7 +10,7 @@ from slipstream.planner.layout.candidates import candidates, finer_slices
 from slipstream.planner.model.bounds import exact_bound, lower_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
-from slipstream.planner.model.problem import Layout, MicroBatch, Question, Stop
+from slipstream.planner.model.problem import Layout, LayoutScope, MicroBatch, RouteSlice
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.planner.search.engine import solve
@@ -34,8 +34,8 @@ def recut(job, broken: int, dead: int) -> Layout:
     last = PER_STAGE * job.stages
     live = [Worker(broken, column) for column in range(job.stages) if column != dead]
     edges = [round(index * last / len(live)) for index in range(len(live) + 1)]
-    stops = [Stop((first, end), worker) for (first, end), worker in zip(pairwise(edges), live, strict=True)]
-    home = {pipeline: tuple(Stop((column * PER_STAGE, (column + 1) * PER_STAGE), Worker(pipeline, column))
+    stops = [RouteSlice((first, end), worker) for (first, end), worker in zip(pairwise(edges), live, strict=True)]
+    home = {pipeline: tuple(RouteSlice((column * PER_STAGE, (column + 1) * PER_STAGE), Worker(pipeline, column))
                             for column in range(job.stages)) for pipeline in range(job.pipelines)}
     home[broken] = tuple(stops)
     return Layout(kind="by hand", holds={stop.worker: (stop.layers,) for route in home.values() for stop in route},
@@ -76,7 +76,7 @@ def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
     job, failed = layered(2, 4, 4), [Worker(1, 2)]
     layout = recut(job, 1, 2)
     first, second, third = layout.routes[MicroBatch(1, 0)]
-    whole = (Stop(first.layers, first.worker), Stop((second.layers[0], third.layers[1]), second.worker))
+    whole = (RouteSlice(first.layers, first.worker), RouteSlice((second.layers[0], third.layers[1]), second.worker))
     holds = {**layout.holds, second.worker: (whole[1].layers,), third.worker: ()}
     layout = msgspec.structs.replace(layout, holds=holds,
                                      routes={batch: whole if batch.pipeline == 1 else route
@@ -195,7 +195,7 @@ def test_two_pipelines_that_are_cut_anew_may_shift_their_deadlines():
     times = "forward = 80\nbackward_input = 80\nbackward_weight = 80\ntransfer = 8\noptimizer = 40\n"
     job = grid(2, 4, 16, times=times, more="[memory]\ncapacity = 10\nactivation = 1\nweight_stash = 1\nweights = 4\n"
                "[placement]\nlayers = [4, 4, 4, 4]\n")
-    given = layered_problem(job, [Worker(0, 0), Worker(1, 2)], Question(layers="move"))
+    given = layered_problem(job, [Worker(0, 0), Worker(1, 2)], LayoutScope(layers="move"))
     known = list_schedules(divided(with_layout(given, next(candidates(given)))), Budget.of_steps(20_000))
     assert [piece.problem.grid.pipelines for piece in known.pieces] == [1, 1]
     assert anneal(known, Budget.of_steps(60_000)).period < known.period

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from slipstream.cli.drawing.perfetto import perfetto_trace
 from slipstream.cli.drawing.svg_timeline import LINK, drawing
 from slipstream.cli.shared.schedule_summary import busy_shares
-from slipstream.cli.timeline_page import Shown, timeline_data
+from slipstream.cli.timeline_page import ShownSchedule, timeline_data
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.network import Network
@@ -225,7 +225,7 @@ def test_pictures_show_reductions_beside_other_ops():
                      and one["args"]["name"].startswith("links of ")} and len(links) == 4
     reductions = sum(op.kind is OpKind.A for op in schedule.all_ops())
     assert drawing(schedule).decode().count(f'height="{LINK}"') == reductions
-    tracks = timeline_data([Shown("plan", schedule)])["panels"][0]["tracks"]
+    tracks = timeline_data([ShownSchedule("plan", schedule)])["panels"][0]["tracks"]
     assert all(len(track["links"]) == 4 and "A" not in track["kinds"] for track in tracks)
     assert all(share <= 1 for share in busy_shares(schedule).values())
 

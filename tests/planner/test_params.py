@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from slipstream.planner import params
-from slipstream.planner.budget import Budget, Clock, End, Tally
+from slipstream.planner.budget import Budget, Clock, SearchEnd, Tally
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import (
@@ -143,9 +143,9 @@ def test_why_a_search_ends_is_told():
 
     stopped = threading.Event()
     stopped.set()
-    assert ended("cp-sat", 100_000) is End.STEPS and ended("greedy", 5_000) is End.STEPS
-    assert ended("greedy", 10_000_000) is End.STALE
-    assert ended("cp-sat", 100_000, stop=stopped) is End.INTERRUPT
+    assert ended("cp-sat", 100_000) is SearchEnd.STEPS and ended("greedy", 5_000) is SearchEnd.STEPS
+    assert ended("greedy", 10_000_000) is SearchEnd.STALE
+    assert ended("cp-sat", 100_000, stop=stopped) is SearchEnd.INTERRUPT
     now = Clock().now()
-    assert ended("cp-sat", 0, clock=Clock(), deadline=now) is End.SECONDS
-    assert solve(build_problem(grid(2, 2, 4)), "cp-sat", Budget.of_steps(4_000_000)).end is End.BOUND
+    assert ended("cp-sat", 0, clock=Clock(), deadline=now) is SearchEnd.SECONDS
+    assert solve(build_problem(grid(2, 2, 4)), "cp-sat", Budget.of_steps(4_000_000)).end is SearchEnd.BOUND

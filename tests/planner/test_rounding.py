@@ -11,7 +11,7 @@ from slipstream.planner.job.file import JobError
 from slipstream.planner.job.layers import exact, layer_costs
 from slipstream.planner.model.bounds import least_of
 from slipstream.planner.model.from_job import FINEST, layered_problem, tick_of
-from slipstream.planner.model.problem import NoPlanError, Question
+from slipstream.planner.model.problem import LayoutScope, NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import overlaps, without_reductions
 from slipstream.planner.plan import plan_only
@@ -73,10 +73,10 @@ def test_a_schedule_stays_one_with_times_rounded_down(data, job, layers, backwar
     except (NoPlanError, JobError):
         return
     assume(schedule.times.of_layers)
-    below = layered_problem(job, down, Question(layers=layers), backward=backward, optimizer=optimizer, down=True)
+    below = layered_problem(job, down, LayoutScope(layers=layers), backward=backward, optimizer=optimizer, down=True)
     shorter, longest = shortened(schedule, below)
     assert check(shorter) == [] and shorter.period_ticks <= longest
-    bounding = layered_problem(without_reductions(job) if overlaps(job) else job, down, Question(layers=layers),
+    bounding = layered_problem(without_reductions(job) if overlaps(job) else job, down, LayoutScope(layers=layers),
                                backward=backward, optimizer=optimizer, down=True)
     assert least_of(bounding).ticks * exact(bounding.tick_seconds) <= longest * exact(below.tick_seconds) * CLOSE
     claimed = decode(encode(schedule))
@@ -90,7 +90,7 @@ def test_nothing_is_rounded_below_the_times_of_the_job():
                more="[placement]\nlayers = [2]\n")
     tick = tick_of(job, layer_costs(job))
     assert tick == exact(1.00000051) / FINEST
-    question = Question(layers="move")
+    question = LayoutScope(layers="move")
     above, below = (layered_problem(job, [Worker(0, 0)], question, down=down) for down in (False, True))
     assert least_of(below).ticks * tick <= 2 * 3 + exact(1.00000051) <= least_of(above).ticks * tick
     made = plan_only(PlanOptions(layers="move", steps=10_000), job, [Worker(0, 0)]).schedule

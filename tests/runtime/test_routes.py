@@ -10,7 +10,7 @@ from slipstream.planner.budget import Budget
 from slipstream.planner.job.file import Job
 from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.from_job import layered_problem, with_layout
-from slipstream.planner.model.problem import Question
+from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.options import Layers
 from slipstream.planner.search.engine import solve
 from slipstream.runtime.config import RunConfig, parse_run_config
@@ -38,7 +38,7 @@ def eight_layers(iterations: int = 6, **training: object) -> RunConfig:
 def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: BackwardMode = "split",
             optimizer: OptimizerMode = "staggered") -> Iterator[Schedule]:
     """A schedule for each way to answer these failures."""
-    given = layered_problem(job, failed, Question(layers=layers), backward=backward, optimizer=optimizer)
+    given = layered_problem(job, failed, LayoutScope(layers=layers), backward=backward, optimizer=optimizer)
     for layout in candidates(given):
         yield solve(with_layout(given, layout), "greedy", Budget(deadline=time.monotonic() + SECONDS)).schedule()
 

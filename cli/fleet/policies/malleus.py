@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.policies.oobleck_templates import Template, fastest_split
-from slipstream.cli.fleet.policies.uneven_pipelines import Groups, all_layers_held, cut_by_speed
+from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, all_layers_held, cut_by_speed
 from slipstream.cli.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
@@ -40,7 +40,7 @@ class Malleus(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._pipelines = Groups([] for _ in range(scenario.pipelines))
+        self._pipelines = PipelineGroups([] for _ in range(scenario.pipelines))
         self._layers = self.throughputs.loads.layers
         self._seconds = self._iteration(Counter({(1.0,) * scenario.stages: scenario.pipelines}))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.policies.oobleck_templates import iteration_seconds
-from slipstream.cli.fleet.policies.uneven_pipelines import Groups, all_layers_held
+from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups, all_layers_held
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -23,7 +23,7 @@ class Oobleck(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._pipelines = Groups()
+        self._pipelines = PipelineGroups()
         self._idle: list[int] = []
         self._min_nodes = -(-scenario.stages // 2)
         """Fewest nodes of a pipeline."""
@@ -40,7 +40,7 @@ class Oobleck(Policy):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many pipelines of the job's length as there are machines for; what is left over joins them."""
         self._idle = sorted(live)
-        self._pipelines = Groups()
+        self._pipelines = PipelineGroups()
         self._instantiate()
         return self.resume_training(self._current_rate())
 

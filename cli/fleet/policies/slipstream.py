@@ -9,7 +9,7 @@ from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.loads import DownByStage
 from slipstream.cli.fleet.policies.rerouting import Rerouting, Stages
 from slipstream.cli.fleet.policy import Cause, Phase, Scenario
-from slipstream.cli.fleet.settled import Slow
+from slipstream.cli.fleet.settled import SlowWorker
 
 AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
            "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
@@ -24,7 +24,7 @@ STEP = 0.25
 """To whose multiples speeds of slow workers are rounded, up: plans are made for few."""
 
 
-class Choice(NamedTuple):
+class LeaveOutChoice(NamedTuple):
     """Which of the live machines to do without, because they are too slow, and the throughput then."""
 
     rate: float
@@ -103,7 +103,7 @@ class Slipstream(Rerouting):
         if not slow or self._stage_lost(self._stages):
             return 0.0
         longest = math.ceil(max(slow) / STEP) * STEP
-        return self.throughputs.settled(sum(self._stages.down), Slow(len(slow), longest))[0]
+        return self.throughputs.settled(sum(self._stages.down), SlowWorker(len(slow), longest))[0]
 
     def _settled_now(self) -> float:
         """By the settled plan at present speeds. An op that takes f times as long makes it f times as long at most."""
@@ -131,7 +131,7 @@ class Slipstream(Rerouting):
             return self._choice(stages, rate).rate
         return rate(stages.down) if not self._stage_lost(stages) else 0.0
 
-    def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> Choice:
+    def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> LeaveOutChoice:
         """Leave out the slowest machines, as many as pays. All others wait for the slowest of those that are left.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
@@ -139,11 +139,11 @@ class Slipstream(Rerouting):
         down = list(stages.down)
         slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.of),
                       reverse=True)
-        best, left_out = Choice(0.0, frozenset()), list[int]()
+        best, left_out = LeaveOutChoice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
             if max(down) >= self._pipelines:
                 break
-            best = max(best, Choice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
+            best = max(best, LeaveOutChoice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
             for _, machine in machines:
                 if machine >= 0:
                     left_out.append(machine)

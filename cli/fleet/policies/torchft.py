@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import Change
-from slipstream.cli.fleet.policies.uneven_pipelines import Groups
+from slipstream.cli.fleet.policies.uneven_pipelines import PipelineGroups
 from slipstream.cli.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -22,7 +22,7 @@ class TorchFT(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._groups, self._starting = Groups(), Groups()
+        self._groups, self._starting = PipelineGroups(), PipelineGroups()
         """Those that train, and those that are being restarted."""
         self._ungrouped: list[int] = []
         self._ready = 0.0
@@ -39,7 +39,7 @@ class TorchFT(Policy):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many whole groups as there are machines for."""
         self._ungrouped = sorted(live)
-        self._groups = Groups(self._whole_groups())
+        self._groups = PipelineGroups(self._whole_groups())
         return self.resume_training(self._rate_of(len(self._groups.all)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
@@ -65,7 +65,7 @@ class TorchFT(Policy):
         """Those that were being restarted train."""
         for group in self._starting.all:
             self._groups.add(group)
-        self._starting = Groups()
+        self._starting = PipelineGroups()
 
     def _remove_dead(self, gone: set[int]) -> None:
         """Drop groups that lost a machine."""

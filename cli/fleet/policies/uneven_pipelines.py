@@ -7,7 +7,7 @@ from itertools import accumulate
 from slipstream.cli.fleet.policies.oobleck_templates import Template
 
 
-class Groups:
+class PipelineGroups:
     """Lists of machines (pipelines, replicas), and the list of each machine.
 
     So a change costs by the machines that it concerns, and not by those of the job.

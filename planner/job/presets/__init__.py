@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, ModelShape, estimate
 from slipstream.planner.job.toml import job_text
 from slipstream.schedules.tables.table import LIBRARY, library_names
 
@@ -13,11 +13,11 @@ ESTIMATED = {
     "llama-3-8b": (
         ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=8192,
                    vocabulary=128_256),
-        Layout(gpu=GPUS["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
+        ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
     "llama-3-70b": (
         ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=8192,
                    vocabulary=128_256),
-        Layout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
+        ModelLayout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
 }
 """Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3); the layouts are examples."""
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.policy import Cause, Checkpoints, Phase, Spans
+from slipstream.cli.fleet.policy import Cause, CheckpointPauses, Phase, Spans
 from slipstream.cli.fleet.simulation import Comparison, compare
 from slipstream.cli.fleet.synthetic_trace import draw_trace
 from tests.cli.fleet.small import COSTS, WHOLE, failing, lose, run, scenario, trace
@@ -71,7 +71,7 @@ def test_what_is_reported_of_a_run():
 
 def test_checkpoints_count_what_is_beyond_the_last():
     spans = Spans()
-    kept = Checkpoints(spans, 100.0, 10.0)
+    kept = CheckpointPauses(spans, 100.0, 10.0)
 
     def train(begin, end, rate):
         spans.spend([Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end)

@@ -13,7 +13,7 @@ from slipstream.cli.fleet.figure import Series
 from slipstream.cli.fleet.loads import spread_over_stages
 from slipstream.cli.fleet.policies import POLICIES
 from slipstream.cli.fleet.policy import Scenario
-from slipstream.cli.fleet.settled import NONE_SLOW, Settled, SettledPlans, Slow
+from slipstream.cli.fleet.settled import NONE_SLOW, Settled, SettledPlans, SlowWorker
 from slipstream.cli.fleet.throughput import Throughputs
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
@@ -104,7 +104,7 @@ def test_no_failure_makes_a_job_faster(monkeypatch):
     monkeypatch.setattr(throughputs._settled, "answer", lambda failures, slow=NONE_SLOW: Settled(20.0 - failures, 1.0))
     monkeypatch.setattr(throughputs._periods, "planned", lambda down: (22.0 - sum(down), True))
     assert [throughputs.settled(count)[0] for count in (3, 0)] == pytest.approx([24 / 20] * 2)
-    assert throughputs.settled(1, Slow(1, 2.0))[0] == pytest.approx(24 / 20)
+    assert throughputs.settled(1, SlowWorker(1, 2.0))[0] == pytest.approx(24 / 20)
     assert throughputs.in_place((1, 1, 0)) == throughputs.in_place((0, 0, 0)) < throughputs.whole
     assert POLICIES["slipstream"](Scenario(throughputs, costs_for(), 3600.0)).fault_free_rate == throughputs.whole
 

@@ -1,6 +1,6 @@
 """The timeline page of a small schedule, and questions to it."""
 
-from slipstream.cli.timeline_page import Shown, timeline_page
+from slipstream.cli.timeline_page import ShownSchedule, timeline_page
 from tests.jobs import grid
 
 EXAMPLE = grid(3, 4, 6, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 3",
@@ -9,7 +9,7 @@ EXAMPLE = grid(3, 4, 6, times="forward = 1\nbackward_input = 1\nbackward_weight 
 
 def write_page(folder, *shown, measured=()):
     path = folder / "page.html"
-    path.write_bytes(timeline_page([one if isinstance(one, Shown) else Shown(f"schedule {index}", one)
+    path.write_bytes(timeline_page([one if isinstance(one, ShownSchedule) else ShownSchedule(f"schedule {index}", one)
                                     for index, one in enumerate(shown)], measured))
     return path
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.timeline_page import MAX_OPS, Shown, timeline_page
+from slipstream.cli.timeline_page import MAX_OPS, ShownSchedule, timeline_page
 from slipstream.schedules.codec import write
 from slipstream.schedules.measured_trace import MeasuredTrace, write_measured_trace
 from slipstream.schedules.schedule import OpKind, ProgramOp
@@ -24,11 +24,11 @@ def test_one_file_that_needs_nothing(tmp_path, schedule):
     text = write_page(tmp_path, schedule).read_text()
     assert "http" not in re.sub(r'http-equiv="', "", text)
     assert "default-src 'none'" in text and "src=" not in text and "{{" not in text
-    assert timeline_page([Shown("a", schedule)]) == timeline_page([Shown("a", schedule)])
+    assert timeline_page([ShownSchedule("a", schedule)]) == timeline_page([ShownSchedule("a", schedule)])
 
 
 def test_equal_programs_are_written_once(tmp_path):
-    sizes = [len(timeline_page([Shown("a", planned(grid(count, 4, 8)))])) for count in (1, 64)]
+    sizes = [len(timeline_page([ShownSchedule("a", planned(grid(count, 4, 8)))])) for count in (1, 64)]
     assert sizes[1] - sizes[0] < 64 * 4 * 40
 
 
@@ -54,7 +54,7 @@ def test_too_many_ops_are_refused(schedule):
     long = replace(schedule, programs=tuple((ProgramOp(OpKind.O, None, None, 0),) * (MAX_OPS // 4)
                                             for _ in schedule.programs))
     with pytest.raises(ValueError, match="too many for a page"):
-        timeline_page([Shown("long", long)])
+        timeline_page([ShownSchedule("long", long)])
 
 
 def test_scripts_parse():
@@ -62,14 +62,14 @@ def test_scripts_parse():
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node")
-    text = timeline_page([Shown("a", by_hand(BROKEN))]).decode()
+    text = timeline_page([ShownSchedule("a", by_hand(BROKEN))]).decode()
     script = text[text.rindex("<script>") + 8:text.rindex("</script>")]
     assert subprocess.run([node, "--check", "-"], input=script.encode(), timeout=SECONDS, check=False).returncode == 0
 
 
 def test_names_are_never_markup(chromium, tmp_path, schedule):
     name = "</script><img src=x onerror=hacked=1><b>&amp; {{DATA}}"
-    hostile = Shown(name, replace(schedule, job=name), violation=name)
+    hostile = ShownSchedule(name, replace(schedule, job=name), violation=name)
     with chromium.open(write_page(tmp_path, hostile, schedule)) as page:
         assert page.js("document.title") == f"{name}, schedule 1 · Slipstream"
         assert page.js("document.querySelectorAll('img, .card b').length + (window.hacked ?? 0)") == 0

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from slipstream.planner.job.estimate import GPUS, Layout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, ModelShape, estimate
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
 from slipstream.planner.job.presets import preset, preset_names
@@ -23,7 +23,7 @@ def gpt(layers, hidden, heads, vocabulary=50_304):
 
 
 def layout(stages, **more):
-    return Layout(**{"gpu": GPUS["a100"], "pipelines": 4, "stages": stages, "microbatches": 16,
+    return ModelLayout(**{"gpu": GPUS["a100"], "pipelines": 4, "stages": stages, "microbatches": 16,
                       "efficiency": 0.55, **more})
 
 

@@ -5,7 +5,7 @@ import itertools
 import networkx as nx
 
 from slipstream.planner.model.from_job import routes_in_place
-from slipstream.planner.model.problem import UNLIMITED, LayerTicks, Layout, LiveWorker, MicroBatch, Problem, Question
+from slipstream.planner.model.problem import UNLIMITED, LayerTicks, Layout, LayoutScope, LiveWorker, MicroBatch, Problem
 from slipstream.schedules.layers import total
 from slipstream.schedules.schedule import Grid, Times, VirtualStage, Worker
 
@@ -33,7 +33,7 @@ def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), sl
         costs=LayerTicks(forward=times, backward_input=times, backward_weight=times, optimizer=(optimizer,) * count,
                          all_reduce=(0,) * count, activation=(held,) * count, weight_stash=(held,) * count,
                          weights=(weights * held,) * count),
-        question=Question(layers=layers, **more))
+        question=LayoutScope(layers=layers, **more))
 
 
 def loads(given: Problem, layout: Layout) -> dict[Worker, int]:

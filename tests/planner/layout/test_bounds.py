@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.bounds import fill_ticks, period_bound, whole_bound, work_bound
 from slipstream.planner.model.from_job import build_problem, layered_problem
-from slipstream.planner.model.problem import Question
+from slipstream.planner.model.problem import LayoutScope
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.planner.layout.layouts import problem
@@ -41,7 +41,7 @@ def test_no_bound_is_above_the_true_optimum(shape, forward, backward, optimizer,
     down = [Worker(0, 1)] if failed and pipelines > 1 else []
     least = optimal_period(build_problem(job, down))
     for layers in ("fixed", "move"):
-        assert period_bound(layered_problem(job, down, Question(layers=layers))).ticks <= least
+        assert period_bound(layered_problem(job, down, LayoutScope(layers=layers))).ticks <= least
     assert whole_bound(layered_problem(job, down)) <= least
 
 
@@ -60,7 +60,7 @@ def test_bounds_are_reckoned_in_whole_numbers(activation, capacity):
     job = grid(1, 2, 1, times="forward = [29, 0]\nbackward_input = [1, 0]\nbackward_weight = [1, 0]\n",
                more=f"[memory]\ncapacity = {capacity}\nactivation = {activation}\n")
     for layers in ("fixed", "move"):
-        assert period_bound(layered_problem(job, question=Question(layers=layers))).ticks <= 31
+        assert period_bound(layered_problem(job, question=LayoutScope(layers=layers))).ticks <= 31
     assert optimal_period(build_problem(job)) == 31
 
 

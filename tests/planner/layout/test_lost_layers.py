@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from slipstream.planner.layout.candidates import candidates
-from slipstream.planner.model.problem import LiveWorker, Question
+from slipstream.planner.model.problem import LayoutScope, LiveWorker
 from slipstream.schedules.schedule import VirtualStage, Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
@@ -30,7 +30,7 @@ def test_a_moved_holder_keeps_a_lost_stage_alive():
     given = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
     given = msgspec.structs.replace(given, workers={**given.workers, Worker(0, 2): LiveWorker(holds=((2, 6),))})
     for layers in ("fixed", "move"):
-        asked = msgspec.structs.replace(given, question=Question(layers=layers))
+        asked = msgspec.structs.replace(given, question=LayoutScope(layers=layers))
         for layout in candidates(asked):
             assert_valid(asked, layout)
 
@@ -53,7 +53,7 @@ def test_virtual_stages():
     holds = {Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
              for pipeline in range(3) for column in range(2) if (pipeline, column) != (1, 0)}
     for layers in ("fixed", "move"):
-        there = msgspec.structs.replace(given, grid=placed, question=Question(layers=layers), workers={
+        there = msgspec.structs.replace(given, grid=placed, question=LayoutScope(layers=layers), workers={
             worker: LiveWorker(holds=held) for worker, held in holds.items()})
         found = list(candidates(there))
         assert found

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.decompose import by_runner, decompose
 from slipstream.planner.model.from_job import layered_problem, with_layout
-from slipstream.planner.model.problem import Bound, Layout, MicroBatch, Stop
+from slipstream.planner.model.problem import Bound, Layout, MicroBatch, RouteSlice
 from slipstream.planner.search.improvement import list_schedules
 from slipstream.planner.search.incumbent import divided
 from slipstream.schedules.check import check
@@ -22,7 +22,7 @@ def problem_of(runners, all_reduce=0):
     job = grid(len(runners), STAGES, MICROBATCHES, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
                f"transfer = 1\noptimizer = 2\nall_reduce = {all_reduce}\n", more="[placement]\nlayers = [2, 2, 2]\n")
     routes = {MicroBatch(pipeline, number): tuple(
-        Stop((2 * stage, 2 * stage + 2), Worker(runner, stage)) for stage, runner in enumerate(passed))
+        RouteSlice((2 * stage, 2 * stage + 2), Worker(runner, stage)) for stage, runner in enumerate(passed))
         for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
     holds = {Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),) for pipeline in range(len(runners))
              for stage in range(STAGES)}

@@ -15,7 +15,7 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.bounds import strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import build_problem, layered_problem, with_layout
-from slipstream.planner.model.problem import Question
+from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
@@ -61,7 +61,7 @@ def layout_with_routes():
     job = grid(2, 8, 16, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\noptimizer = 2\n",
                more=f"[placement]\nlayers = {[4] * 8}\n")
     failed = [Worker(1, 3)]
-    given = layered_problem(job, failed, Question(layers="move"))
+    given = layered_problem(job, failed, LayoutScope(layers="move"))
     piece, = decompose(with_layout(given, next(candidates(given))))
     return piece.problem
 
@@ -81,7 +81,7 @@ def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
 def test_walks_end_where_nothing_is_found():
     """With one worker all orders are as long: a few walks, and no more."""
     job = grid(1, 1, 4, more="[placement]\nlayers = [2]\n")
-    given = layered_problem(job, [], Question(layers="move"))
+    given = layered_problem(job, [], LayoutScope(layers="move"))
     piece, = decompose(with_layout(given, next(candidates(given))))
     with mock.patch.object(ListScheduler, "order", autospec=True, side_effect=ListScheduler.order) as order:
         search(piece.problem, 1, Budget.of_steps(40_000_000))

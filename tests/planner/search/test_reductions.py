@@ -13,7 +13,7 @@ from slipstream.planner.layout.candidates import candidates
 from slipstream.planner.model.arrays import ProblemArrays, padded
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import layered_problem, with_layout
-from slipstream.planner.model.problem import Question
+from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.search.annealing import AnnealingChain
 from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError, assign
@@ -105,7 +105,7 @@ def layouts(seed, optimizer, backward):
                times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\n"
                f"optimizer = 2\nall_reduce = {reductions}\n")
     failed = [Worker(chosen.randrange(pipelines), chosen.randrange(stages))]
-    given = layered_problem(job, failed, Question(layers="move"), optimizer=optimizer, backward=backward)
+    given = layered_problem(job, failed, LayoutScope(layers="move"), optimizer=optimizer, backward=backward)
     for layout in candidates(given):
         yield with_layout(given, layout)
 

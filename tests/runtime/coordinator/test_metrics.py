@@ -7,14 +7,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slipstream.cli.shared.device_peak import peak_of
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
 from slipstream.runtime.coordinator import tensorboard
-from slipstream.runtime.coordinator.metrics import Work, record_metrics
+from slipstream.runtime.coordinator.metrics import IterationWork, record_metrics
 from slipstream.runtime.events import METRICS, Iteration, OrderGiven, Resumed, decode_metrics
 from slipstream.runtime.model.computing.slices import forms
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import model_for
 
 CONFIG = TrainingConfig(learning_rate=0.1, learning_rate_schedule="linear", iterations=10)
-WORK = Work(tokens=600, flops=1e9, peak_flops=1e9)
+WORK = IterationWork(tokens=600, flops=1e9, peak_flops=1e9)
 
 
 def lines(folder):

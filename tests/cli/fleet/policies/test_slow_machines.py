@@ -6,7 +6,7 @@ import pytest
 from slipstream.cli.fleet.availability_trace import Change
 from slipstream.cli.fleet.failure_models import SlowKind
 from slipstream.cli.fleet.policies import POLICIES
-from slipstream.cli.fleet.settled import Slow
+from slipstream.cli.fleet.settled import SlowWorker
 from slipstream.cli.fleet.simulation import compare, simulate
 from slipstream.cli.fleet.synthetic_trace import draw_slow, draw_trace
 from tests.cli.fleet.small import COSTS, WHOLE, InPlace, failing, gain, lose, run, scenario, slow, spans, trace
@@ -57,7 +57,7 @@ def test_layers_move_away_from_a_slow_worker():
     result = simulate(POLICIES["slipstream"](one), trace(slow(500.0, 0, 2.0), slow(5e5, 0, 1.0), workers=12,
                                                          seconds=1e6))
     rate = {phase.rate for phase in result.phases}
-    at_half = one.throughputs.settled(0, Slow(1, 2.0))[0]
+    at_half = one.throughputs.settled(0, SlowWorker(1, 2.0))[0]
     assert at_half > max(one.throughputs.settled(1)[0], result.fault_free_rate / 2) and at_half in rate
     assert at_half <= one.throughputs.work_conserving(11.5) and result.rate[-1] == result.fault_free_rate
 
