@@ -55,7 +55,7 @@ def test_what_torch_cannot_run_is_answered_no(files):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["export", "whole.json", "--to", "onnx"],
-     "--to onnx: expected one of torch-csv, torchtitan, hugging-face"),
+     "--to onnx: expected torch-csv or torchtitan or hugging-face"),
     (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
     (["export", "job.toml"], "job.toml: no readable schedule"),
 ])

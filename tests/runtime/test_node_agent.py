@@ -11,7 +11,7 @@ from slipstream.runtime.protocol.to_node_agent import RunEnded
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.talking import SETUP
 
-LOST, WHOLE = Ended(Worker(1, 0), -9, 1), Worker(1, 1)
+LOST, WHOLE = Ended(Worker(1, 0), -9), Worker(1, 1)
 
 
 class Link:

@@ -29,14 +29,14 @@ def clock(monkeypatch):
 
 
 class Killing(Processes):
-    """Whose processes are killed, and because of which."""
+    """Whose processes are killed."""
 
     def __init__(self, killed):
         super().__init__()
         self._told = killed
 
-    def kill(self, worker, rank=None):
-        self._told.append((worker, rank))
+    def kill(self, worker):
+        self._told.append(worker)
 
 
 def connected(worker, rank):
@@ -104,11 +104,10 @@ def test_the_machine_of_node_0_is_there(clock, tmp_path):
                                          [(BESIDE[0], "worker 0.1 stopped answering", 100.3)]]
 
 
-def test_a_worker_is_killed_because_of_the_rank_that_is_silent(clock, tmp_path):
-    """Where that is one: so it may go on without it. Where all are, nobody knows whose fault it is."""
+def test_a_worker_is_killed_where_one_of_its_ranks_is_silent(clock, tmp_path):
     watched, everyone = Watched(clock, tmp_path, ranks=2), list(SCHEDULE.grid.workers())
     watched.look(2.0, [worker for worker in everyone if worker != BESIDE[2]], but=[(THERE[0], 1)])
-    assert sorted(watched.killed) == [(THERE[0], 1), (BESIDE[2], None)]
+    assert sorted(watched.killed) == [THERE[0], BESIDE[2]]
 
 
 def test_who_is_silent_is_told_also_where_this_process_never_gets_to_look_in_time(clock, tmp_path):
