@@ -1,12 +1,13 @@
 """`slipstream check`: verifies schedules against every rule."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slipstream.cli.shared.console import duration, out, print_json
-from slipstream.cli.shared.inputs import read_schedule_or_refuse
+from slipstream.cli.shared.console import complain, duration, out, print_json
+from slipstream.cli.shared.inputs import ScheduleInFile, as_refused, schedules_in
 from slipstream.cli.shared.options import Json, ScheduleFiles
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
@@ -30,12 +31,15 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
     """Check schedules against every rule, independently of how they were made.
 
     Exits 1 when a rule is broken, and draws the ops around the one that breaks it. A bound in a file is a claim:
-    --bound proves it again, and exits 1 when it cannot.
+    --bound proves it again, and exits 1 when it cannot. Exits 2 when a file cannot be read, once all others are
+    checked.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []
-    for file in files:
-        schedule = read_schedule_or_refuse(file)
+    unreadable: list[dict[str, object]] = []
+    checked = 0
+    for file, schedule in _read(files, unreadable):
+        checked += 1
         violations = violations_of(schedule)
         answers += [_violation_report(violation, schedule, file) for violation in violations]
         budget = Budget.of_seconds(PROOF_SECONDS)
@@ -46,10 +50,23 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
                            "proven": schedule.seconds(proven), "verified": proven >= claimed})
         if not json:
             _print(file, schedule, violations, proven)
-    if json:
-        print_json({"violations": answers, **({"bounds": bounds} if bound else {})})
+    if json and (checked or not unreadable):
+        print_json({"violations": answers, **({"bounds": bounds} if bound else {}),
+                    **({"unreadable": unreadable} if unreadable else {})})
+    if unreadable:
+        raise typer.Exit(2)
     if answers or not all(one["verified"] for one in bounds):
         raise typer.Exit(1)
+
+
+def _read(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
+    """All schedules of the files and tables; what cannot be read is told, and put on the list."""
+    for path in files:
+        try:
+            yield from schedules_in(path)
+        except ValueError as error:
+            unreadable.append({"file": str(path), "error": as_refused(path, error)})
+            complain(" ".join(as_refused(path, error).split()))
 
 
 def _bound(schedule: Schedule, proven: int | None) -> str:

@@ -1,8 +1,8 @@
 """`slipstream show`: schedules as timelines: in the terminal, as a page, as a picture, and for Perfetto; or a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from slipstream.cli.drawing.svg_timeline import drawing
 from slipstream.cli.drawing.text_timeline import measured_timeline, timeline
 from slipstream.cli.run_page import run_page
 from slipstream.cli.shared.console import duration, err, out_of, print_json, refuse
-from slipstream.cli.shared.inputs import read_schedule_or_refuse, require_writable, write_or_refuse
+from slipstream.cli.shared.inputs import ScheduleInFile, as_refused, require_writable, schedules_in, write_or_refuse
 from slipstream.cli.shared.options import Json
 from slipstream.cli.shared.run_summary import print_run, run_summary
 from slipstream.cli.shared.schedule_summary import measured_period, summary, summary_line
@@ -26,12 +26,12 @@ from slipstream.schedules.measured_trace import (
     MeasuredTraceError,
     read_measured_trace,
 )
-from slipstream.schedules.schedule import Schedule
 
 DRAWN, WRITTEN = "What is shown", "Files to write"
 """Groups of options in the help."""
 
-Files = Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="Schedule files.")]
+Files = Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help=(
+    "Schedule files, entries of a table, or the folder of one."))]
 Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help=(
     "Show a run instead, from the --out of `slipstream train`: throughput and live workers over time, what happened, "
     "planned and measured periods."))]
@@ -46,13 +46,6 @@ Measured = Annotated[Path | None, typer.Option("--measured", rich_help_panel=DRA
 Width = Annotated[int | None, typer.Option("--width", rich_help_panel=DRAWN, metavar="N", min=40, max=1000, help=(
     "Width in characters. Default: that of the terminal."))]
 BROWSER = ": open it in a browser"
-
-
-class ScheduleInFile(NamedTuple):
-    """A file from the command line and what is in it."""
-
-    path: Path
-    schedule: Schedule
 
 
 def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
@@ -73,9 +66,7 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
         return
     if not files:
         refuse("give schedule files, or --run DIR")
-    for folder in (path for path in files if path.is_dir()):
-        refuse(f"{folder}: a folder; that of a run is shown with --run {folder}")
-    given = [ScheduleInFile(path, read_schedule_or_refuse(path)) for path in files]
+    given = [*_read(files)]
     if len(given) > 1:
         for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
             if value is not None:
@@ -96,6 +87,15 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
     for path, hint in ((html, BROWSER), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
         if path is not None:
             _say_written(path, hint)
+
+
+def _read(files: Sequence[Path]) -> Iterator[ScheduleInFile]:
+    """All schedules of the files and tables; exits 2 where one cannot be read."""
+    for path in files:
+        try:
+            yield from schedules_in(path)
+        except ValueError as error:
+            refuse(as_refused(path, error))
 
 
 def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) -> None:

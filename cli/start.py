@@ -14,6 +14,7 @@ def main() -> None:
         # Else what goes to stderr meanwhile would come first in a file of both.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
+        _write_what_can_be_written()
         from slipstream.cli.app import app
 
         try:
@@ -40,6 +41,27 @@ def main() -> None:
             sys.exit(1)
         sys.stderr.write(f"slipstream: {error.filename or 'the answer'} cannot be written: {error.strerror}\n")
         sys.exit(2)
+
+
+LIKE = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
+        "±": "~", "≥": ">", "≤": "<", "…": "."}
+"""What stands for a character on a terminal or in a file that has not got it; `?` for all others."""
+
+
+def _write_what_can_be_written() -> None:
+    """Where stdout or stderr is of another encoding than UTF-8, such as ASCII, write what is most like it there."""
+    import codecs
+    import io
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        return "".join(LIKE.get(one, "?") for one in error.object[error.start:error.end]), error.end
+
+    codecs.register_error("slipstream.like", replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="slipstream.like")
 
 
 def _flush() -> None:

@@ -99,7 +99,7 @@ def _progress() -> Iterator[CountCallback]:
 
 
 def _print(built: BuiltTable, folder: Path) -> None:
-    text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
+    text = (folder / READABLE_INDEX).read_text(encoding="utf-8").partition("\n\n")[2]
     out.print(text, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
               f"gap {built.worst_gap:.2%} ({built.worst_key}); {built.bytes:,} bytes in {folder}", soft_wrap=True)

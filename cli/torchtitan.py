@@ -244,7 +244,9 @@ def _own() -> tuple[Own, Trainer.Config]:
     # As for a seed checkpoint: the Trainer's model is plain tensors on the CPU.
     alone = replace(alone, checkpoint=replace(alone.checkpoint, create_seed_checkpoint=True))
     rehearsals = read_rehearsals(job, options.kills, options.returns, options.slows)
-    for line in (*differences(given), *rehearsals.never(given.training.steps)):
+    for line in rehearsals.impossible(given.training.steps):
+        raise ConfigError(line)
+    for line in differences(given):
         logger.warning(line)
     return Own(here, job, config, folder, rehearsals, options.settle, options.silence), alone
 

@@ -172,8 +172,10 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
                 _say(counted)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
-    for line in rehearsals.never(config.training.iterations):
-        _say(line)
+    absent = failed_workers(wanted, failed, failed_node) if schedule is None else \
+        read_schedule_or_refuse(schedule).failed
+    for line in rehearsals.impossible(config.training.iterations, absent):
+        refuse(line)
     fault_free = None
     if goes_on and (folder / "schedule.json").exists():
         chosen = _fitting(folder / "schedule.json", wanted)  # they do not wait for ever

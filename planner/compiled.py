@@ -44,7 +44,8 @@ def ready(progress: ProgressCallback = quiet) -> None:
     if is_compiled():
         return
     progress(LINE)
-    with Path(__file__).with_name("kernel.py").open() as source:  # one process at a time: two would only waste it
+    # One process at a time: two would only waste it.
+    with Path(__file__).with_name("kernel.py").open("rb") as source:
         with contextlib.suppress(OSError):
             fcntl.flock(source, fcntl.LOCK_EX)
         load()

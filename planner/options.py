@@ -1,5 +1,6 @@
 """How to plan: what the command line and callers of the library choose."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -43,6 +44,22 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With layers that move: those that no live worker holds are taken from a checkpoint."""
     holds: tuple[tuple[Worker, tuple[LayerRange, ...]], ...] = ()
     """The layers that live workers hold now, where those are not the ones of their stages."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, in one line, for a value that is none of those above."""
+        for name, known in (("backward", (None, *get_args(BackwardMode))), ("method", get_args(Method)),
+                            ("optimizer", (None, *get_args(OptimizerMode))), ("layers", LAYERS)):
+            if getattr(self, name) not in known:
+                choices = ", ".join(repr(one) for one in known)
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {choices}")
+        if not isinstance(self.time_limit, int | float) or not math.isfinite(self.time_limit) or self.time_limit < 0:
+            raise ValueError(f"time_limit is {self.time_limit!r}; expected a finite number of seconds, 0 or more")
+        for name in ("steps", "seed"):
+            value = getattr(self, name)
+            if value is None and name == "steps":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is {value!r}; expected a whole number, 0 or more")
 
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """The problem to solve. Raises NoPlanError."""

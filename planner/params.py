@@ -56,7 +56,7 @@ class LayoutChoice(NamedTuple):
     gradient_advance: float
 
 
-class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """List schedules: a grid of dispatch rules under several assignments, then random steps from the best of them."""
 
     share: Share = 0.3
@@ -119,7 +119,7 @@ class ListParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Ops up to which the schedules that others run are tried when the time is over, too."""
 
 
-class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Pieces that are planned apart: pipelines that have lost workers, with whole ones that help them."""
 
     largest: Count = 60_000
@@ -133,7 +133,7 @@ class PieceParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
 
-class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """One cooling cycle of annealing."""
 
     hot: Factor
@@ -149,7 +149,7 @@ class Cooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """to here changes, in shares of it: how pipelines fill and drain takes higher temperatures than the rest can."""
 
 
-class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Simulated annealing of orders and hosts."""
 
     cycles: Annotated[tuple[Cooling, ...], Meta(min_length=1)] = (
@@ -201,7 +201,7 @@ class AnnealingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"annealing: trade + move is {self.trade + self.move:g}; expected at most 1")
 
 
-class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """CP-SAT: proofs, and better plans of small pieces."""
 
     largest_proof: Count = 1500
@@ -215,7 +215,7 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Cooling cycles of annealing that make a good hint for it."""
 
 
-class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Candidates: the problem with layers in place, and layouts that cut micro-batches or move layers."""
 
     most: AtLeastOne = 17
@@ -280,7 +280,7 @@ class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How often a candidate is expected to gain again what annealing gained in its last turn."""
 
 
-class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Jobs that are planned in blocks of micro-batches, and what a plan takes beside its search."""
 
     certain: Count = 50_000
@@ -318,7 +318,7 @@ class BlockParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """at most this share of the time."""
 
 
-class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Which roles stay vacant where live workers may take over others."""
 
     exhaustive: Count = 60
@@ -335,7 +335,7 @@ class RoleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """the same beside one with layers moved."""
 
 
-class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Plans whose reductions go on beside compute (`[network] overlap`)."""
 
     cut: Annotated[tuple[AtLeastOne, ...], Meta(min_length=1)] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -357,7 +357,7 @@ class OverlapParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ops up to which all numbers are tried; of more, only the middle one of `cut`."""
 
 
-class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Plans for failures while a run goes on."""
 
     at_once_seconds: Factor = 0.3
@@ -380,7 +380,7 @@ class FailureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """and of one that is found in some seconds all the same: the first that is found is taken."""
 
 
-class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """All of them."""
 
     pieces: PieceParams = msgspec.field(default_factory=PieceParams)
@@ -393,6 +393,13 @@ class SearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overlap: OverlapParams = msgspec.field(default_factory=OverlapParams)
     failures: FailureParams = msgspec.field(default_factory=FailureParams)
 
+    def __repr__(self) -> str:
+        """Only what differs from the usual values."""
+        usual = DEFAULTS
+        changed = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__
+                   if getattr(self, name) != getattr(usual, name)]
+        return f"SearchParams({', '.join(changed)})"
+
 
 DEFAULTS = SearchParams()
 
@@ -403,6 +410,6 @@ def read_params(path: Path) -> SearchParams:
     Raises ParamsError where it cannot be read, or has an unknown key or a wrong value.
     """
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), SearchParams)
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SearchParams)
     except (OSError, ValueError) as error:  # what is no UTF-8, no TOML, or does not fit, are all ValueErrors
         raise ParamsError(f"{path}: {error}") from None

@@ -189,6 +189,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """That of a schedule. There is no evidence of what is optimal."""
         return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
 
+    def __repr__(self) -> str:
+        """One line; the ops are in `schedule`."""
+        return f"Plan({self.schedule!r})"
+
     @property
     def period(self) -> float:
         """Seconds."""

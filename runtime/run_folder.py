@@ -96,7 +96,7 @@ def forget_left_behind(out: Path) -> None:
 def holder(out: Path) -> str | None:
     """Which process of node 0 holds a folder, as its lock says; None: none does, or not this folder."""
     try:
-        return _lock_of(out, 0).read_text(errors="replace")
+        return _lock_of(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
 

@@ -425,6 +425,12 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
     """Which question the bound answers; files of before do not say."""
 
+    def __repr__(self) -> str:
+        """One line: hundreds of thousands of characters of ops tell nobody anything."""
+        down = ", ".join(map(str, self.failed[:8])) + (", ..." if len(self.failed) > 8 else "")
+        return (f"Schedule({self.job!r}: {self.grid.pipelines} pipelines x {self.grid.columns} stages, "
+                f"{f'{down} down, ' if down else ''}period {self.seconds(self.period_ticks):.6g} s, {self.status})")
+
     @cached_property
     def scope(self) -> Scope:
         """Which question the bound answers; the narrowest that it can be where a file does not say."""

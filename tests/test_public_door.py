@@ -1,14 +1,19 @@
 """`import slipstream`: the public names do what they say, and importing them costs no more than is asked for."""
 
 import gc
+import pydoc
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import slipstream
 from tests.patience import SECONDS
 from tests.runtime.running import tiny_text
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -64,3 +69,46 @@ def test_importing_the_door_imports_neither_torch_nor_the_solver():
             "print([name for name in ('torch', 'ortools', 'numba') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout == "[]\n"
+
+
+# --- What a first user types ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"layers": "mov"}, "layers is 'mov'; expected one of 'fixed', 'move'"), ({"method": "foo"}, "method is 'foo'"),
+    ({"steps": -1}, "steps is -1; expected a whole number"), ({"seed": 1.5}, "seed is 1.5"),
+    ({"time_limit": float("nan")}, "time_limit is nan; expected a finite number"), ({"time_limit": "10"}, "is '10'"),
+    ({"backward": "whole"}, "backward is 'whole'"), ({"optimizer": 1}, "optimizer is 1")])
+def test_options_that_are_none_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        slipstream.PlanOptions(**options)
+
+
+@pytest.mark.parametrize("failed", ["1.0", [(1, 0)], slipstream.Worker(1, 0), (slipstream.Worker(1, 0),), ["1.0"]])
+def test_a_plan_is_a_line_and_in_a_notebook_a_picture(failed, job):
+    plan = slipstream.plan(job, failed, slipstream.PlanOptions(steps=100))
+    assert len(repr(plan)) < 200 and "1.0 down, period" in repr(plan) and "2 pipelines x" in repr(plan.schedule)
+    assert isinstance(plan, slipstream.Plan)
+    shown = plan._repr_html_()
+    assert shown.startswith("<p>Plan(") and "<svg" in shown and "</svg>" in shown
+
+
+@pytest.mark.parametrize(("failed", "says"), [
+    ([(1,)], r"\(1,\) is not a worker"), ([7], "7 is not a worker"), ("9.0", "^failed: the job has no worker 9.0"),
+    ([("1", 0)], "not a worker")])
+def test_errors_of_the_library_speak_of_no_options(failed, says, job):
+    with pytest.raises(ValueError, match=says) as refused:
+        slipstream.plan(job, failed)
+    assert "--" not in str(refused.value)
+
+
+def test_a_table_is_read_by_the_name_of_its_folder():
+    folder = Path(slipstream.__file__).parent / "schedules" / "library" / "gpt-1.5b"
+    assert slipstream.Table.load(str(folder)).lookup(()) is not None
+
+
+def test_the_module_shows_what_is_public():
+    assert slipstream.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert [name for name in dir(slipstream) if not name.startswith("__")] == sorted(slipstream.__all__)
+    shown = pydoc.plain(pydoc.render_doc(slipstream))
+    assert max(map(len, shown.splitlines())) < 1500 and "fewest_steps" not in shown

@@ -171,7 +171,7 @@ def job_of(case: Case) -> Job:
                    layers=(8,) * LARGE_STAGES)
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{case.job}.toml"
-        path.write_text(preset(case.job))
+        path.write_text(preset(case.job), encoding="utf-8")
         return read_job(path)
 
 

@@ -95,7 +95,7 @@ def complain(message: object) -> None:
     if file:
         said = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps(said))
+            Path(file).write_text(json.dumps(said), encoding="utf-8")
 
 
 def refuse(message: object) -> NoReturn:

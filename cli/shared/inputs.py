@@ -3,16 +3,17 @@
 import errno
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.cli.shared.console import near, refuse
-from slipstream.planner.job.file import Job, JobError, read_job, workers_of_nodes
+from slipstream.planner.job.file import Job, JobError, read_job, require_known, workers_of_nodes
 from slipstream.schedules.codec import ScheduleError, encode, read
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
-from slipstream.schedules.tables.file import TableError
+from slipstream.schedules.tables.file import ENTRIES, INDEX, TableError, entry_file
 from slipstream.schedules.tables.table import Table, library, library_names
 
 FEW = 4
@@ -31,7 +32,9 @@ def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None)
     """Workers given as --failed options, and those of the nodes of --failed-node; sorted, each once."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
-        return tuple(sorted({*parse_workers("--failed", workers or []), *of_nodes}))
+        named = parse_workers("--failed", workers or [])
+        require_known(named, job, "--failed")
+        return tuple(sorted({*named, *of_nodes}))
     except JobError as error:
         refuse(error)
 
@@ -73,8 +76,44 @@ def read_schedule_or_refuse(path: Path) -> Schedule:
     try:
         return read(path)
     except ScheduleError as error:
-        is_job = path.suffix == ".toml" and is_there(path)
-        refuse(f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else error)
+        refuse(as_refused(path, error))
+
+
+class ScheduleInFile(NamedTuple):
+    """A file from the command line, or an entry of a table, and what is in it."""
+
+    path: Path
+    schedule: Schedule
+
+
+def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
+    """The schedule in a file, which may be an entry of a table; all of a table where it is the folder of one.
+
+    Raises ScheduleError and TableError, in one line.
+    """
+    if path.is_dir():
+        if not (path / INDEX).is_file():
+            raise ScheduleError(f"{path}: a folder, and not that of a table; expected a schedule's file; a run is "
+                                f"shown with `slipstream show --run {path}`")
+        table = Table.load(path)
+        for row in table.rows():
+            if row.sha256 is not None:
+                yield ScheduleInFile(path / entry_file(row.key), table.decoded(row.key))
+    elif path.parent.name == ENTRIES and (path.parent.parent / INDEX).is_file():
+        table = Table.load(path.parent.parent)
+        for row in table.rows():
+            if row.sha256 is not None and Path(entry_file(row.key)).name == path.name:
+                yield ScheduleInFile(path, table.decoded(row.key))
+                return
+        raise TableError(f"{path}: is no entry that the table's {INDEX} names")
+    else:
+        yield ScheduleInFile(path, read(path))
+
+
+def as_refused(path: Path, error: ValueError) -> str:
+    """What is said of a file that is no schedule."""
+    is_job = path.suffix == ".toml" and is_there(path)
+    return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
 
 
 def read_text_or_refuse(path: Path, most: int) -> str:

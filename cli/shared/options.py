@@ -15,7 +15,8 @@ Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE"
     "A key of the job file, such as training.learning_rate, with another value; may be repeated."))]
 ScheduleFile = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it."))]
-ScheduleFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
+ScheduleFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help=(
+    "Schedule files, entries of a table, or the folder of one."))]
 Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=PLANNED, metavar="D.S", help=(
     "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
 FailedNode = Annotated[list[int] | None, typer.Option("--failed-node", rich_help_panel=PLANNED,

@@ -1,7 +1,7 @@
 """What `slipstream train` is told to do to its workers on purpose: --kill, --return and --slow."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -30,6 +30,9 @@ class _Rehearsal(NamedTuple):
     workers: tuple[Worker, ...]
     iteration: int
 
+    def __str__(self) -> str:
+        return f"{self.option} {self.name}@{self.iteration}"
+
     @property
     def of_node(self) -> bool:
         """Whether it is of all workers of a node."""
@@ -42,7 +45,12 @@ class Rehearsals:
 
     kills: tuple[_Rehearsal, ...]
     returned: tuple[_Rehearsal, ...]
-    slowdowns: tuple[Slowdown, ...]
+    slowed: tuple[tuple[_Rehearsal, float], ...]
+
+    @property
+    def slowdowns(self) -> tuple[Slowdown, ...]:
+        """Workers that are slow on purpose."""
+        return tuple(Slowdown(worker, one.iteration, factor) for one, factor in self.slowed for worker in one.workers)
 
     @property
     def injections(self) -> tuple[Injection, ...]:
@@ -59,12 +67,33 @@ class Rehearsals:
         """Workers that are started again."""
         return tuple(Return(worker, one.iteration) for one in self.returned for worker in one.workers)
 
-    def never(self, iterations: int) -> Iterator[str]:
-        """Lines on those that name an iteration which is not run; the first one is 0."""
-        for one in chain(self.kills, self.returned):
+    def impossible(self, iterations: int, absent: Collection[Worker] = ()) -> Iterator[str]:
+        """Lines on those that cannot happen, and on those that contradict each other.
+
+        The first iteration is 0; `absent` workers are down from the start.
+        """
+        for one in chain(self.kills, self.returned, (slow for slow, _ in self.slowed)):
             if one.iteration >= iterations:
-                yield (f"{one.option} {one.name}@{one.iteration} will not happen: the last iteration is "
-                       f"{iterations - 1}")
+                yield f"{one} cannot happen: the last iteration is {iterations - 1}"
+        for worker in sorted({worker for one in chain(self.kills, self.returned) for worker in one.workers}):
+            yield from self._out_of_turn(worker, is_down=worker in absent)
+        factors: dict[tuple[Worker, int], float] = {}
+        for slow in self.slowdowns:
+            before = factors.setdefault((slow.worker, slow.iteration), slow.factor)
+            if before != slow.factor:
+                yield (f"--slow {slow.worker}={slow.factor:g}@{slow.iteration} contradicts "
+                       f"--slow {slow.worker}={before:g}@{slow.iteration}")
+
+    def _out_of_turn(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
+        """A worker must be alive to be killed, and down to be started again. It may be both in one iteration."""
+        events = sorted((one.iteration, one.option != "--kill", one) for one in chain(self.kills, self.returned)
+                        if worker in one.workers)
+        for _, is_return, one in events:
+            if is_return and not is_down:
+                yield f"{one}: worker {worker} is not down by then; expected --kill {worker}@ITERATION before"
+            elif not is_return and is_down:
+                yield f"{one}: worker {worker} is down by then; expected --return {worker}@ITERATION before"
+            is_down = not is_return
 
 
 def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
@@ -74,15 +103,14 @@ def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | No
                       tuple(chain(*(_slowdowns(text, job) for text in slow or ()))))
 
 
-def _slowdowns(text: str, job: Job) -> Iterator[Slowdown]:
+def _slowdowns(text: str, job: Job) -> Iterator[tuple[_Rehearsal, float]]:
     """Workers that are slow on purpose, given as D.S=FACTOR@ITERATION."""
     name, _, factor = text.partition("@")[0].partition("=")
     if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MOST_SLOW:
         refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MOST_SLOW}, for "
                "example 1.2=2@10")
     for one in _read("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
-        for worker in one.workers:
-            yield Slowdown(worker, one.iteration, float(factor))
+        yield one, float(factor)
 
 
 def _read(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:

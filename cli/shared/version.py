@@ -13,4 +13,4 @@ def version() -> str:
         return distribution(DISTRIBUTION).version
     except PackageNotFoundError:
         pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        return str(tomllib.loads(pyproject.read_text())["project"]["version"])
+        return str(tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["version"])

@@ -492,7 +492,7 @@ def _layer_values(table: TomlTable, layers: int) -> LayerValues:
     return LayerValues(**values)
 
 
-def require_known(failed: Sequence[Worker], job: Job) -> None:
-    """Raise JobError unless the job has each of these workers."""
+def require_known(failed: Sequence[Worker], job: Job, name: str = "failed") -> None:
+    """Raise JobError, with the name of the argument or option, unless the job has each of these workers."""
     for worker in failed:
-        require_in_grid("--failed", worker, job.pipelines, job.stages)
+        require_in_grid(name, worker, job.pipelines, job.stages)

@@ -23,7 +23,7 @@ def read_losses(path: Path, first: int) -> list[float] | None:
     if not path.exists():
         return None
     losses: list[float] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(msgspec.DecodeError):
             one = _LINE.decode(line)
             if one.iteration == first + len(losses):

@@ -86,7 +86,7 @@ class Children:
             if self._status.get(name):
                 lines: list[str] = []
                 with suppress(FileNotFoundError):  # of a process that ended before it had one
-                    lines = self._log(name).read_text(errors="replace").strip().splitlines()
+                    lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise ChildError(lines[-1] if lines else f"a process ended with status {self._status[name]}")
         return [self._answer(name).read_bytes() for name in self._names]
 

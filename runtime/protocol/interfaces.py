@@ -90,7 +90,7 @@ def interfaces() -> list[Interface]:
                 answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
                 found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
     with contextlib.suppress(OSError):
-        for line in _IPV6.read_text().splitlines():
+        for line in _IPV6.read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             address = ipaddress.IPv6Address(int(digits, 16))
             if not address.is_link_local:

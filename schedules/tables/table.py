@@ -8,6 +8,7 @@ No solver is needed; failures outside the table are not planned here.
 """
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Self
 
@@ -73,9 +74,10 @@ class Table:
         self._checked: dict[str, Schedule] = {}
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: str | PathLike[str]) -> Self:
         """Read a table. Raises TableError, one line, when a file of it is missing, malformed or changed."""
         preload()
+        folder = Path(folder)
         index = read_index(folder)
         _validate_basis(index.basis, folder / INDEX)
         entries = {row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None}
@@ -143,7 +145,7 @@ class Table:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period)
         for key in known:
-            stored = self.entry(key) if checked else self._decoded(key)
+            stored = self.entry(key) if checked else self.decoded(key)
             schedule = relabel(stored, down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is None:
                 continue
@@ -157,11 +159,12 @@ class Table:
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
-    def _decoded(self, key: str) -> Schedule:
+    def decoded(self, key: str) -> Schedule:
+        """The schedule of an entry as it is stored, not checked. Raises TableError, and KeyError for an unknown key."""
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _check(self, key: str) -> Schedule:
-        schedule = self._decoded(key)
+        schedule = self.decoded(key)
         violations = check(schedule)
         if violations:
             raise TableError(f"{self.folder / entry_file(key)}: the schedule breaks a rule: {violations[0]}")

@@ -45,8 +45,8 @@ _HOMES = {
 }
 """Public names that live elsewhere, and the module of each."""
 
-Workers: TypeAlias = "Iterable[str | Worker]"
-"""Workers as "PIPELINE.STAGE", both counted from 0, or as `Worker`."""
+Workers: TypeAlias = "str | Worker | Iterable[str | Worker | tuple[int, int]]"
+"""Workers as "PIPELINE.STAGE", both counted from 0, as `Worker` or as a pair of numbers; one may stand alone."""
 
 
 def load(path: str | PathLike[str]) -> "Job":
@@ -62,10 +62,11 @@ def plan(job: "Job", failed: Workers = (), options: "PlanOptions | None" = None)
     Without `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a worker
     that the job does not have, ValueError for a text that is no worker, and NoPlanError where no schedule can exist.
     """
+    from slipstream.notebook import NotebookPlan
     from slipstream.planner.options import PlanOptions
     from slipstream.planner.plan import plan_with
 
-    return plan_with(options or PlanOptions(), job, _workers(failed))
+    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), job, _workers(failed)))
 
 
 def read(path: str | PathLike[str]) -> "Schedule":
@@ -135,17 +136,33 @@ def simulate(job: "Job", trace: "str | PathLike[str] | AvailabilityTrace", polic
 
 
 def _workers(names: Workers) -> "tuple[Worker, ...]":
-    """Sorted, each once."""
+    """Sorted, each once. Raises ValueError for what is no worker."""
     from slipstream.schedules.schedule import Worker
 
-    return tuple(sorted({Worker.parse(name) if isinstance(name, str) else name for name in names}))
+    if isinstance(names, str | Worker):
+        names = [names]
+    return tuple(sorted({_worker(name) for name in names}))
+
+
+def _worker(name: "str | Worker | tuple[int, int]") -> "Worker":
+    from slipstream.schedules.schedule import Worker
+
+    if isinstance(name, str):
+        return Worker.parse(name)
+    if isinstance(name, tuple) and len(name) == 2 and all(type(number) is int and number >= 0 for number in name):
+        return Worker(*name)
+    raise ValueError(f"{name!r} is not a worker: expected \"PIPELINE.STAGE\", such as \"1.2\", or (1, 2)")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from slipstream.cli.shared.version import version
+
+        return version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__")), "__version__"})

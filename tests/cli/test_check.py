@@ -11,6 +11,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
 from slipstream.schedules.codec import encode, write
 from slipstream.schedules.schedule import Worker
+from slipstream.schedules.tables.table import Table, library
 from tests.general import layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand
 
@@ -164,4 +165,34 @@ def test_no_file(tmp_path):
     for path in (tmp_path, tmp_path / "missing.json"):
         done = run(path)
         assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"slipstream: {path}: cannot be read: ")
+        assert done.stderr.startswith(f"slipstream: {path}: {'a folder, and' if path.is_dir() else 'cannot be read: '}")
+
+
+# --- Tables, and files of which one is bad ----------------------------------------------------------------------------
+
+
+def test_one_bad_file_does_not_hide_the_verdict_on_the_others(good, bad, tmp_path):
+    (tmp_path / "no.json").write_text("{")
+    done = run(tmp_path / "no.json", bad, tmp_path / "none.json", good)
+    assert done.exit_code == 2 and f"{bad}: 1 violation" in done.stdout and f"{good}: valid" in done.stdout
+    assert done.stderr.count("\n") == 2 and "no.json: " in done.stderr and "none.json: cannot be read" in done.stderr
+    answer = json.loads(run(tmp_path / "no.json", good, "--json").stdout)
+    assert answer["violations"] == [] and [one["file"] for one in answer["unreadable"]] == [str(tmp_path / "no.json")]
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_table_and_its_entries_are_schedules(command, tmp_path):
+    table = library("gpt-1.5b")
+    keys = [row.key for row in Table.load(table).rows()]
+    whole = CliRunner().invoke(app, [command, str(table)])
+    assert whole.exit_code == 0, whole.output
+    assert whole.stdout.count(": valid: " if command == "check" else "gpt-1.5b: period ") == len(keys)
+    one = CliRunner().invoke(app, [command, str(table / "entries" / "count-1.json")])
+    assert one.exit_code == 0 and one.stdout.count("\n") < whole.stdout.count("\n") / 8
+    refused = CliRunner().invoke(app, [command, str(tmp_path)])
+    assert refused.exit_code == 2 and "a folder, and not that of a table; expected a schedule's file" in refused.stderr
+    (tmp_path / "entries").mkdir()
+    for name in ("index.json", "programs.json.gz", "job.toml"):
+        (tmp_path / name).write_bytes((table / name).read_bytes())
+    broken = CliRunner().invoke(app, [command, str(tmp_path)])
+    assert broken.exit_code == 2 and broken.stderr.count("\n") == 1 and "entries" in broken.stderr

@@ -351,5 +351,5 @@ def test_a_trace_of_slices_that_the_schedule_does_not_have(tmp_path):
 
 def test_a_folder_is_refused_with_the_option_for_runs(tmp_path):
     refused = run(tmp_path)
-    assert refused.exit_code == 2 and f"{tmp_path}: a folder; that of a run is shown with --run {tmp_path}" \
+    assert refused.exit_code == 2 and f"a run is shown with `slipstream show --run {tmp_path}`" \
         in refused.stderr.replace("\n", "")

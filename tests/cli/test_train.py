@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.planner.job.file import parse_job
+from slipstream.cli.shared.rehearsals import read_rehearsals
+from slipstream.planner.job.file import parse_job, read_job
 from slipstream.planner.job.presets import preset
 from slipstream.runtime import launch
 from slipstream.runtime.coordinator.loss_file import read_losses
@@ -334,10 +335,28 @@ def test_bad_tables_are_refused_with_the_file(job):
     assert refused.exit_code == 2 and f"{job}: unknown key model.widht; did you mean model.width?" in refused.stderr
 
 
-def test_a_rehearsal_after_the_last_iteration_is_told_of(job):
-    told = train(job, "--iterations", 3, "--kill", "1.0@3", "--return", "1.0@2", "--schedule", "/no/such.json")
-    assert "--kill 1.0@3 will not happen: the last iteration is 2" in told.stderr
-    assert "--return 1.0@2" not in told.stderr
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--kill", "1.0@3"], "--kill 1.0@3 cannot happen: the last iteration is 2"),
+    (["--kill", "1.0@1", "--return", "1.0@3"], "--return 1.0@3 cannot happen: the last iteration is 2"),
+    (["--slow", "1.0=2@1", "--slow", "1.0=1@40"], "--slow 1.0@40 cannot happen: the last iteration is 2"),
+    (["--return", "1.0@2"], "--return 1.0@2: worker 1.0 is not down by then; expected --kill 1.0@ITERATION before"),
+    (["--kill", "1.0@2", "--return", "1.0@1"], "--return 1.0@1: worker 1.0 is not down by then"),
+    (["--kill", "1.0@1", "--kill", "1.0@2"], "--kill 1.0@2: worker 1.0 is down by then; expected --return 1.0@"),
+    (["--failed", "1.0", "--kill", "1.0@2"], "--kill 1.0@2: worker 1.0 is down by then"),
+    (["--slow", "1.0=2@1", "--slow", "1.0=3@1"], "--slow 1.0=3@1 contradicts --slow 1.0=2@1"),
+])
+def test_rehearsals_that_cannot_happen_or_contradict_each_other_are_refused(job, arguments, says):
+    refused = train(job, "--iterations", 3, *arguments)
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and says in refused.stderr, refused.output
+
+
+@pytest.mark.parametrize(("kill", "returned", "absent"), [
+    (["1.0@1"], ["1.0@1"], ()), ((), ["1.0@1"], (Worker(1, 0),)),
+    (["1.0@1", "1.0@2"], ["1.0@1", "1.0@2"], ()), (["node0@0"], ["0.0@1", "1.0@2"], ())])
+def test_rehearsals_that_can_happen(job, kill, returned, absent):
+    job.write_text(JOB + '[topology]\nnode = [["0.0", "1.0"], ["0.1", "1.1"]]\n')
+    rehearsals = read_rehearsals(read_job(job), [*kill], returned, ["1.0=2@1", "1.0=1@2", "1.0=1@2"])
+    assert [*rehearsals.impossible(3, absent)] == []
 
 
 def test_a_job_that_names_no_model_is_refused_before_it_is_planned(tmp_path):

@@ -37,5 +37,5 @@ def preset(name: str, *, shard_optimizer: bool = False) -> str:
         return job_text(*estimate(name, shape, replace(layout, shard_optimizer=shard_optimizer)))
     for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
         if name in preset_names() and path.exists():
-            return path.read_text()
+            return path.read_text(encoding="utf-8")
     raise KeyError(name)

@@ -58,10 +58,10 @@ def export(document: Mapping[str, Any], state: State, folder: Path, source: Path
             bytes_ += sum(tensor.nbytes for tensor in tensors.values())
             dtype = next((tensor.dtype for tensor in tensors.values()), dtype)
         index = {"metadata": {"total_size": bytes_}, "weight_map": dict(sorted(files.items()))}
-        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         described = {**{key: value for key, value in document.items() if key not in _OURS},
                      "architectures": [type(sample(config, 0)).__name__], "dtype": str(dtype).removeprefix("torch.")}
-        (draft / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        (draft / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         for one in COPIED if source is not None else ():
             if source is not None and (source / one).is_file():
                 shutil.copyfile(source / one, draft / one)
