@@ -217,6 +217,9 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
     options.config.blocking = os.environ.get(BLOCKING, "1") != "0"
     if directed:
         options.config.max_ctas = PAIR_CHANNELS
+    # Streams of torch's come from two pools of 32, by priority, and go round: one that waits for a peer must not be one
+    # that computes, copies, or waits for the device to end.
+    options.is_high_priority_stream = True
     options._timeout = timeout
     own = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
                                        timeout=timeout))
@@ -230,6 +233,7 @@ class NcclGroup:
         self.group = cast(Group, group)
         self.rank = rank
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._watching: torch.cuda.Stream | None = None
 
     def connect(self) -> None:
         """Make the communicator. A call that blocks returns when all members have, or one has died."""
@@ -240,8 +244,9 @@ class NcclGroup:
         """Wait until the device has ended an operation, however that has ended. Raises RuntimeError where the device
         has failed."""
         torch.cuda.set_device(self.device)
+        self._watching = self._watching or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._watching):
             work.wait()  # lets this stream wait, and not the host
             ended.record()
         ended.synchronize()

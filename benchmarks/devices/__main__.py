@@ -86,8 +86,8 @@ class Choices:
         if blocking is False and not variants.get("nccl, not blocking"):
             self._nccl = False
         runs = [row.facts["works"] for row in rows if row.facts.get("transport") == "nccl" and "works" in row.facts]
-        if runs and not any(runs):
-            self._nccl = False
+        if runs:
+            self._nccl = any(runs)
 
 
 class Waiting:

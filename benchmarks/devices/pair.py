@@ -40,7 +40,8 @@ MORE = 2
 class Link:
     """A process group of two: what the runtime makes, or torch.distributed's."""
 
-    def __init__(self, member: Member, device: torch.device, variant: str, name: str) -> None:
+    def __init__(self, member: Member, device: torch.device, variant: str, name: str, *, directed: bool = False
+                 ) -> None:
         self._rank, self._device = member.place, device
         self._nccl: Any = None
         if variant == PLAIN:
@@ -50,7 +51,7 @@ class Link:
         elif variant == GLOO:
             self.group = gloo_group(PrefixStore(name, member.store), member.place, 2, TIMEOUT, gloo_devices())
         else:
-            self._nccl = nccl_group(member.store, name, member.place, 2, TIMEOUT, directed=False)
+            self._nccl = nccl_group(member.store, name, member.place, 2, TIMEOUT, directed)
             self.group = self._nccl.group
 
     def connect(self) -> None:
@@ -123,9 +124,13 @@ def measure(member: Member) -> None:
     if variant == PLAIN:
         member.meet()
         os._exit(0)  # its watchdog may wait for the other
+    member.meet()
+    ear.row("a communicator for sums", usage(before, held(device), 1))
+    member.meet()
+    before = held(device)
     links = [more(member, device, variant, number) for number in range(MORE)]
     member.meet()
-    ear.row("a communicator", usage(before, held(device), 1 + MORE))
+    ear.row("a communicator for transfers in one direction", usage(before, held(device), MORE))
     aborted(member, device, links[0], ear)
     member.meet()
     killed(member, device, links[1], ear)
@@ -136,7 +141,7 @@ def measure(member: Member) -> None:
 
 def more(member: Member, device: torch.device, variant: str, number: int) -> Link:
     """Another communicator, that is connected."""
-    link = Link(member, device, variant, f"more {number}/")
+    link = Link(member, device, variant, f"more {number}/", directed=True)
     link.connect()
     link.swap(torch.zeros(1, dtype=torch.uint8, device=device))
     return link

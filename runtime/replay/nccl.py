@@ -122,11 +122,13 @@ class Communicator:
             self._nccl.connect()
             one = torch.zeros(1, device=self._nccl.device)
             if not directed:
-                self._nccl.wait_for_device(self._issue(self._nccl.group.allreduce, [one]))
+                work = self._issue(self._nccl.group.allreduce, [one])
             elif self._nccl.rank == 0:
-                self._nccl.wait_for_device(self._issue(self._nccl.group.send, [one], 1, 0))
+                work = self._issue(self._nccl.group.send, [one], 1, 0)
             else:
-                self._nccl.wait_for_device(self._issue(self._nccl.group.recv, [one], 0, 0))
+                work = self._issue(self._nccl.group.recv, [one], 0, 0)
+            self._watched = work
+            self._watch(work)
         except RuntimeError as error:
             self._lost = self._lost or first_line(error)
         finally:

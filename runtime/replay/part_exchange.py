@@ -59,8 +59,10 @@ class PartExchange:
                    for number, _, arrived in own for other, there in arrived.items()]
             for work in (*got, *sent):
                 work.wait()
-            for _, part, arrived in own:
+            for number, part, arrived in own:
                 _sum_up([arrived.get(member, part) for member in range(len(cut.members))], part)
+                if staged:
+                    gradients[slice(*cut.spans[number])].copy_(part)
             self._send_copies(group, place, cut, parts, copies)
 
     def _scatter(self, group: Group, place: int, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:

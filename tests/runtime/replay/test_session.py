@@ -69,6 +69,23 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(team, monkeypa
         assert all(torch.equal(found.cpu(), there) for found, there in zip(one, expected, strict=True))
 
 
+@pytest.mark.parametrize("check", [check for name, check in CHECKS.items() if name.startswith("parts")])
+def test_parts_are_summed_where_they_are_when_they_pass_through_host_memory(check, monkeypatch):
+    """What a card has shown, where the copies on the host had the sums, and the gradients on the card had not."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    team = Team(GLOO)
+    make = team.session
+
+    def staged(*arguments):
+        made = make(*arguments)
+        made.staged = True
+        return made
+
+    monkeypatch.setattr(team, "session", staged)
+    check(team)
+    team.close()
+
+
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, monkeypatch):
     monkeypatch.setattr(sum_tree, "CHILDREN", 2)
