@@ -35,7 +35,8 @@ def test_every_file_is_read_and_written_as_utf_8():
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-            mode = next((one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)), "r")
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            mode = texts[0] if texts else "r"
             is_file = name in ("read_text", "write_text") or (name == "open" and isinstance(node.func, ast.Name)) or (
                 name == "open" and "Path" in ast.unparse(node.func))
             binary = "b" in mode and name == "open"

@@ -17,7 +17,7 @@ from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "cli" / "jobs" / "worked-example.toml"
-READ = {"--trace", "--params", "--measured", "--schedule", "--lengths", "--job", "--from", "--entry", "FILE", "FILE..."}
+READ = {"--trace", "--params", "--measured", "--schedule", "--lengths", "--job", "--entry", "FILE", "FILE..."}
 """Options and arguments that name a file to read."""
 
 
@@ -44,7 +44,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("command", [
     "plan q.toml --out q.toml", "plan q.toml --out ./link.toml", "plan link.toml --out q.toml",
-    "plan q.toml --params q.json --out q.json", "plan q.toml --from torch-csv q.json --out q.json",
+    "plan q.toml --params q.json --out q.json",
     "simulate q.toml --html q.toml", "profile --job q.toml --out q.toml", "new --trace q.json --out q.json --force",
     "show q.json --html q.json", "show q.json --svg hard.json", "show q.json --perfetto q.json",
     "show q.json --html new.html --svg new.html", "show q.json hard.json --html q.json",
