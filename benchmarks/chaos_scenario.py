@@ -19,13 +19,13 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_only
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.coordinator import slow_detector, slow_workers
-from slipstream.runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speeds
+from slipstream.runtime.coordinator.planning import NoScheduleError, Scheduler
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.launch import Resilience
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.tables.relabel import relabel
 
 ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
@@ -259,10 +259,10 @@ class _Rebalancer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, holds=held), down, speeds)
 
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, layers="move", holds=held), down, speeds)
 
     def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:

@@ -20,9 +20,8 @@ from slipstream.planner.plan import plan_only
 from slipstream.planner.repetition import TooLargeError
 from slipstream.planner.report import transition
 from slipstream.schedules.check import check
-from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.memory import memory_peaks, room
-from slipstream.schedules.schedule import Room, Schedule, Worker
+from slipstream.schedules.schedule import HeldLayers, Room, Schedule, Speeds, Worker
 from slipstream.schedules.tables.file import TableError
 from slipstream.schedules.tables.pattern import dead_column
 from slipstream.schedules.tables.relabel import relabel
@@ -32,10 +31,6 @@ from slipstream.schedules.timing import period_at
 ROUNDED = 1e-9
 """Units of memory."""
 
-Speeds = tuple[tuple[Worker, float], ...]
-"""Workers that do not take the usual time, sorted, each with its factor of it."""
-Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
-"""The layers that each live worker holds, sorted."""
 
 
 class FailurePlanner:
@@ -81,13 +76,13 @@ class FailurePlanner:
                      self._looked_up(down), self._planned(self._job_at(speeds), down, self._params.meanwhile_seconds)]
             return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
 
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """The schedule in which nobody needs a layer that it does not hold; here and below, without speeds the job's.
         """
         options = msgspec.structs.replace(self._greedy, holds=held)
         return plan_only(options, self._job_at(speeds), down).schedule
 
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """The best schedule to come to, whatever moves for it: from the table, or planned."""
         found = None if speeds else self._settled_in_table(down, held)
         if found is not None:
@@ -123,7 +118,7 @@ class FailurePlanner:
         lost = dead_column(down, self._first.grid) is not None
         return self._fitting(down, held_elsewhere=lost, roles_move=roles_move)
 
-    def _settled_in_table(self, down: tuple[Worker, ...], held: Held) -> Schedule | None:
+    def _settled_in_table(self, down: tuple[Worker, ...], held: HeldLayers) -> Schedule | None:
         """The table's, where the layers are still where it takes them to be."""
         if any(layers != self._first.holds_of_column(worker.column) for worker, layers in held):
             return None

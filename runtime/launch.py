@@ -39,8 +39,7 @@ from slipstream.runtime.model.tensor_codec import TensorError
 from slipstream.runtime.processes.descriptors import needed_by_node_0, require_descriptors
 from slipstream.runtime.processes.faults import Crashes
 from slipstream.runtime.processes.fork_server import ForkServer, adopt
-from slipstream.runtime.processes.found_workers import find_workers
-from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
+from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager, find_workers
 from slipstream.runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol.authentication import HOW, Secret, new_secret

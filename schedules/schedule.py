@@ -67,6 +67,12 @@ class Worker(NamedTuple):
         return cls(int(pipeline), int(column))
 
 
+Speeds = tuple[tuple[Worker, float], ...]
+"""All workers that do not take the usual time, sorted, each with its factor of it."""
+HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""The layers of the schedules that each live worker holds, sorted."""
+
+
 class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from slipstream.cli.shared.console import near, refuse
 from slipstream.planner.job.file import Job, JobError, read_job, require_known, workers_of_nodes
 from slipstream.schedules.codec import ScheduleError, encode, read
-from slipstream.schedules.files import read_at_most, write_atomically
+from slipstream.schedules.files import write_atomically
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.file import ENTRIES, INDEX, TableError, entry_file
 from slipstream.schedules.tables.table import Table, library, library_names
@@ -114,16 +114,6 @@ def as_refused(path: Path, error: ValueError) -> str:
     """What is said of a file that is no schedule."""
     is_job = path.suffix == ".toml" and is_there(path)
     return f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else str(error)
-
-
-def read_text_or_refuse(path: Path, most: int) -> str:
-    """The text in a file of at most so many bytes."""
-    try:
-        return read_at_most(path, most, ValueError).decode()
-    except UnicodeDecodeError:
-        refuse(f"{path}: not UTF-8 text")
-    except ValueError as error:
-        refuse(error)
 
 
 def is_there(path: Path) -> bool:

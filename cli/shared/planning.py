@@ -1,14 +1,16 @@
 """Planning for several commands: options are checked, progress is shown, and failures to plan end the program."""
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from slipstream.cli.shared.console import answer_no, err, refuse
 from slipstream.cli.shared.inputs import require_choice
-from slipstream.cli.shared.reference_cache import keep_reference, known_reference
 from slipstream.planner.budget import Clock, ProgressCallback
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.file import Job, JobError
@@ -16,10 +18,14 @@ from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
-from slipstream.planner.plan import Plan, plan_with
+from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
+from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+_MOST_BYTES = 4096
+_REFERENCE = msgspec.json.Decoder(FaultFree)
 
 
 def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
@@ -50,7 +56,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     Exits 2 where the job has no such worker, 1 where no plan can exist.
     """
     try:
-        known = known_reference(options, job)
+        known = _known_reference(options, job)
         with planning(ctrl_c) as progress:
             made = normalised(job, failed, options, known=known, progress=progress, clock=clock) \
                 if normalise or options.layers == "move" else \
@@ -60,7 +66,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     except NoPlanError as error:
         answer_no(error)
     if made.fault_free is not None:
-        keep_reference(options, job, made.fault_free)
+        _keep_reference(options, job, made.fault_free)
     return made
 
 
@@ -95,3 +101,25 @@ def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
             err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", soft_wrap=True)
 
         yield report
+
+
+def _known_reference(options: PlanOptions, job: Job) -> FaultFree | None:
+    """The fault-free period that earlier commands found, in the user's cache folder: a file a job.
+
+    Nothing depends on it but comparisons: where the folder cannot be read or written, it is planned again.
+    """
+    with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
+        return _REFERENCE.decode(read_at_most(_reference_file(options, job), _MOST_BYTES, ValueError))
+    return None
+
+
+def _keep_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
+    """Keep what is better than what is known."""
+    with suppress(NoPlanError, OSError):
+        better = found.better(_known_reference(options, job))
+        write_atomically(_reference_file(options, job), msgspec.json.encode(better))
+
+
+def _reference_file(options: PlanOptions, job: Job) -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "slipstream" / "fault-free" / f"{reference_key(options, job)}.json"

@@ -11,10 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
 from slipstream.runtime.protocol.to_worker import Addresses, Fetch, Move
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Schedule, Speeds, Worker
 
 PAUSE_SECONDS = 0.5
 """From a fetch that failed to the next one."""

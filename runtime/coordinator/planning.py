@@ -10,19 +10,17 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.background import Background, in_thread
 from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.questions import (
-    Held,
     PlannerFailedError,
     Question,
     ScheduleFound,
     SchedulerAtSpeeds,
-    Speeds,
 )
 from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
 from slipstream.schedules.parts import Alike, Parts, divide
-from slipstream.schedules.schedule import Grid, Schedule, Worker
+from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Worker
 from slipstream.schedules.schedule import NoScheduleError as NoScheduleError
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
@@ -39,10 +37,10 @@ class Rebalancer(Protocol):
     without any, they are the job's.
     """
 
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """The schedule when these workers are down, in which nobody needs a layer that it does not hold."""
 
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         """The best one to come to, whatever moves for it."""
 
     def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:

@@ -4,17 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream.runtime.events import Phase
-from slipstream.schedules.layers import LayerRange
-from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
-
-Speeds = tuple[tuple[Worker, float], ...]
-"""All workers that do not take the usual time, sorted, each with its factor of it."""
+from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Speeds, Worker
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
 """The schedule to use when these workers are down, and others have these speeds. As `planning.Scheduler` else."""
-
-Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
-"""The layers of the schedules that each live worker holds, sorted."""
 
 
 class Question(NamedTuple):
@@ -23,7 +16,7 @@ class Question(NamedTuple):
     down: tuple[Worker, ...]
     speeds: Speeds | None = None
     """None: those of the first schedule."""
-    held: Held | None = None
+    held: HeldLayers | None = None
     """None: the layers of the grid's stages."""
     settled: bool = False
     from_checkpoint: bool = False

@@ -6,9 +6,9 @@ none, PlannerFailedError where one might be found by another attempt, and RunErr
 
 from collections.abc import Callable, Collection, Mapping
 
-from slipstream.runtime.coordinator.questions import Held, PlannerFailedError, Question
+from slipstream.runtime.coordinator.questions import PlannerFailedError, Question
 from slipstream.runtime.coordinator.run_state import Step
-from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
+from slipstream.schedules.schedule import HeldLayers, NoScheduleError, Schedule, Worker
 
 Way = Callable[[], Schedule | None]
 
@@ -62,7 +62,7 @@ def _from_checkpoint(step: Step, live: Collection[Worker]) -> Way:
     return lambda: _find(step, live, from_checkpoint=True)
 
 
-def _settled(step: Step, held: Held) -> Schedule | None:
+def _settled(step: Step, held: HeldLayers) -> Schedule | None:
     live = [worker for worker, _ in held]
     return step.rules.first if _as_first(step, live) else _find(step, live, held=held, settled=True)
 
@@ -72,7 +72,7 @@ def _as_first(step: Step, live: Collection[Worker]) -> bool:
     return step.state.slow.speeds is None and step.rules.first.seat_of.keys() == set(live)
 
 
-def _find(step: Step, live: Collection[Worker], *, held: Held | None = None, settled: bool = False,
+def _find(step: Step, live: Collection[Worker], *, held: HeldLayers | None = None, settled: bool = False,
           from_checkpoint: bool = False) -> Schedule | None:
     down = tuple(sorted(set(step.state.grid.workers()).difference(live)))
     question = Question(down, step.state.slow.speeds, held, settled, from_checkpoint)
@@ -96,6 +96,6 @@ def _first_of(*ways: Way) -> Schedule | None:
     raise kind(", and ".join(filter(None, dict.fromkeys(map(str, errors)))))
 
 
-def _held(step: Step, live: Collection[Worker], held: Mapping[Worker, frozenset[int]]) -> Held:
+def _held(step: Step, live: Collection[Worker], held: Mapping[Worker, frozenset[int]]) -> HeldLayers:
     placement = step.rules.placement
     return tuple((worker, placement.in_schedules(held.get(worker, frozenset()))) for worker in sorted(live))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.events import SettlingChosen
 from slipstream.runtime.protocol.to_worker import Move
+from slipstream.schedules.schedule import Speeds
 
 PRIOR_SECONDS = 3600.0
 """Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""

@@ -17,11 +17,10 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.questions import Speeds
 from slipstream.runtime.coordinator.slow_detector import SlowDetector, SpeedChange
 from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, rounded
 from slipstream.runtime.coordinator.speed_watch import Cells, SpeedWatch
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Schedule, Speeds, Worker
 
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0

@@ -7,8 +7,8 @@ and those of schedules without one of the slow workers. A change of schedule tak
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds, Speeds
-from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
+from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
+from slipstream.schedules.schedule import NoScheduleError, Schedule, Speeds, Worker
 from slipstream.schedules.timing import period_at as period_at
 
 LEAST_GAIN = 0.02

@@ -7,7 +7,6 @@
     children               tasks side by side, each in a process of its own, with an answer
     worker_start           what a worker's process is given
     process_manager        the processes of a run's workers, on all nodes
-    found_workers          those that a launcher has left which has died
     descriptors            how many files and connections a process may have open, and node 0 needs
     start_limit            how many processes a node starts for another
     faults                 whether and when a worker that has crashed is started again

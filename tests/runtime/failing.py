@@ -13,7 +13,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.planning import Held, Scheduler, Speeds
+from slipstream.runtime.coordinator.planning import Scheduler
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.events import Event
@@ -22,7 +22,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import latest, load
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place
-from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from slipstream.schedules.schedule import BackwardMode, HeldLayers, OptimizerMode, Schedule, Speeds, Worker
 from tests.jobs import grid
 from tests.runtime.pacing import UntilBack
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -53,12 +53,12 @@ class Planning(FailurePlanner):
         self.asked: list[tuple[tuple[Worker, ...], Speeds]] = []
         """For settled schedules."""
 
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         schedule = super().at_once(down, held, speeds)
         assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
         return schedule
 
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+    def settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         self.asked.append((down, speeds))
         options = PlanOptions(method="greedy", time_limit=0.1, layers="move", holds=held)
         return plan_only(options, job_at(self._job, speeds) if speeds else self._job, down).schedule

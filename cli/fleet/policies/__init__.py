@@ -6,8 +6,8 @@ from slipstream.cli.fleet.policies.bamboo import Bamboo
 from slipstream.cli.fleet.policies.elaswave import ElasWave
 from slipstream.cli.fleet.policies.malleus import Malleus, ResiHP
 from slipstream.cli.fleet.policies.oobleck import Oobleck
-from slipstream.cli.fleet.policies.recycle import ReCycle
 from slipstream.cli.fleet.policies.references import FaultScaled, WorkConserving
+from slipstream.cli.fleet.policies.rerouting import ReCycle
 from slipstream.cli.fleet.policies.restart import Restart
 from slipstream.cli.fleet.policies.slipstream import Slipstream, SlipstreamFixed
 from slipstream.cli.fleet.policies.torchft import FTHSDP, TorchFT

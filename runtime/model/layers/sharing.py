@@ -50,10 +50,6 @@ class Sharing:
             if mine:
                 yield group[0], mine
 
-    def held_as(self, first: str, layers: Collection[int]) -> Place:
-        """Where one of these layers has what is named by its first place."""
-        return next(mine for place, (mine, *_) in self.held(layers) if str(place) == first)
-
     def tie(self, layers: Mapping[int, nn.Module]) -> None:
         """Make what these layers share one tensor: that of the first of them."""
         for _, (one, *others) in self.held(layers):

@@ -71,7 +71,7 @@ class Processes:
     def workers_of(self, node):
         return WORKERS[node:node + 1]
 
-    def kill(self, worker, rank=None):
+    def kill(self, worker):
         self.killed.append(worker)
 
     def ended(self, worker):

@@ -8,8 +8,7 @@ import pytest
 
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.processes.fork_server_messages import ProcessSpec
-from slipstream.runtime.processes.found_workers import find_workers
-from slipstream.runtime.processes.process_manager import NodeProcesses
+from slipstream.runtime.processes.process_manager import NodeProcesses, find_workers
 from slipstream.runtime.processes.worker_start import NodeSettings, process_name, worker_named
 from slipstream.runtime.protocol.authentication import new_secret
 from slipstream.runtime.protocol.rendezvous import Rendezvous
