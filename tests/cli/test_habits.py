@@ -234,7 +234,7 @@ def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
     ["show", "none.json", "--svg"], ["show", "none.json", "--perfetto"], ["export", "none.json", "--out"]])
 @pytest.mark.parametrize(("place", "reason"), [("folder", "Is a directory"), ("file/below", "Not a directory")])
 def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reason, tmp_path):
-    (tmp_path / "folder" / "ablation.json").mkdir(parents=True)
+    (tmp_path / "folder" / "failure-cost.json").mkdir(parents=True)
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / place)])
     assert result.exit_code == 2 and result.stdout == ""
