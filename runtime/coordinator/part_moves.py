@@ -110,6 +110,9 @@ class Partition:
                 parameters = [*has, *needs.get(layer, ()), *there.of(target, layer, state=False)]
                 for lacking in () if layer in whole else without((0, self.elements[layer].total), parameters):
                     found += giving.moves(target, layer, lacking, state=False)
+                if not self.elements[layer].total and layer not in holds.get(target, ()) and not parameters:
+                    holders = sorted(worker for worker, mine in holds.items() if layer in mine)
+                    found.append(Move(target, holders[0], layer, 0, 0, state=False))  # of which nothing is trained
         return tuple(found)
 
     def to_writers(self, writers: Mapping[int, Worker], keepers: Keepers) -> tuple[Move, ...]:

@@ -66,3 +66,10 @@ class Tied(Exact):
     def __init__(self, *args):
         super().__init__(*args)
         self.shared = (("0.tokens.weight", f"{self.layers - 1}.logits.weight"),)
+
+
+class Frozen(Exact):
+    """Nothing of its first block is trained."""
+
+    def build(self, layer):
+        return super().build(layer).requires_grad_(layer != 1)

@@ -22,6 +22,7 @@ from tests.runtime.running import (
     assert_same_masters,
     assert_same_numbers,
     judge,
+    parallel,
     schedule_for,
     tiny,
 )
@@ -65,6 +66,14 @@ def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
     assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
     assert "0.0" in kills or returned(result) == ["0.0"]
     assert "1.0" in kills or all(one.went_back_to is None for one in result.recoveries)
+
+
+def test_a_layer_of_which_nothing_is_trained_comes_to_who_comes_back(fork_server, tmp_path):
+    """No part of it is kept by anybody, and it is another one than a new layer."""
+    config = parallel("tests.runtime.exact_parallel:Frozen", 1, iterations=26, shard_optimizer=True)
+    result = train([at("0.0", 2)], fork_server, tmp_path, job=grid(3, 1, 2, more="optimizer = 1"), config=config,
+                   returns=(Return(Worker(0, 0), 3),))
+    assert dead(result) == returned(result) == ["0.0"]
 
 
 def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_server, tmp_path):
