@@ -1,7 +1,7 @@
 """How planning grows with the cluster: from 16 workers to 16,384.
 
     python -m benchmarks.growth [--smallest 16] [--largest 16384] [--stages 16] [--failures 0 1 5 50]
-                                [--layers fixed|move] [--time-limit 10] [--json FILE]
+                                [--stage-layers 8] [--layers fixed|move] [--time-limit 10] [--json FILE]
 
 Micro-batches: 32 a pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each size and
 number of failures (each in another pipeline, stages in turn), every plan in a process of its own and checked:
@@ -36,9 +36,10 @@ MICROBATCHES = 32
 FAILURES = (0, 1, 5, 50)
 
 
-def measure(pipelines: int, stages: int, failures: int, options: PlanOptions) -> dict[str, float]:
+def measure(pipelines: int, stages: int, layers: int, failures: int, options: PlanOptions) -> dict[str, float]:
     """One plan, in this process."""
-    big = uniform_job(pipelines, stages, MICROBATCHES, capacity=2 * stages)
+    big = uniform_job(pipelines, stages, MICROBATCHES, capacity=2 * stages,
+                      layers=[layers] * stages if layers else None)
     failed = [Worker(index, index % stages) for index in range(failures)]
     problem = build_problem(big, failed)
     pieces = decompose(problem)
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=16384, help="workers")
     parser.add_argument("--failures", type=int, nargs="+", default=FAILURES)
     parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--stage-layers", type=int, default=0, help="layers of each stage; 0: stages are not cut")
     parser.add_argument("--layers", choices=LAYERS, default="fixed")
     parser.add_argument("--time-limit", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
@@ -78,8 +80,8 @@ def main() -> None:
             total = workers * MICROBATCHES * 3
             how = PlanOptions(layers=options.layers, time_limit=options.time_limit)
             quick = replace(how, method="greedy", time_limit=0.0 if options.layers == "move" else options.time_limit)
-            first = _apart(pipelines, options.stages, failures, quick)
-            best = _apart(pipelines, options.stages, failures, how)
+            first = _apart(pipelines, options.stages, options.stage_layers, failures, quick)
+            best = _apart(pipelines, options.stages, options.stage_layers, failures, how)
             rows.append({"workers": workers, "failures": failures, "first": first, "best": best})
             table.add_row(f"{workers:,}", str(failures), f"{first['pieces']:.0f}", f"{first['ops']:,.0f}",
                           f"{total:,}", f"{first['seconds']:.2f} s", f"{first['gap']:.1%}", f"{best['seconds']:.1f}",

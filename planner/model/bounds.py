@@ -469,7 +469,9 @@ def fixed_bound(problem: Problem) -> int:
     Without slices, nobody runs a part of a micro-batch: see `whole_bound`.
     """
     parts = list(parts_of(problem))
-    idle = {worker: problem.closing(worker) + fill_ticks(problem, worker) for worker in problem.live}
+    idle_of_kind = {kind: problem.closing(worker) + fill_ticks(problem, worker)
+                    for kind, worker in {problem.workers[worker]: worker for worker in problem.live}.items()}
+    idle = {worker: idle_of_kind[problem.workers[worker]] for worker in problem.live}
     best = 0
     for first in range(len(parts)):
         holders: set[Worker] = set()
@@ -515,8 +517,8 @@ def fill_ticks(problem: Problem, worker: Worker) -> int:
         return 0
     end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.costs.sums
     behind = sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
-    fastest = min(map(problem.slowness, problem.live))
-    trip = min(problem.costs.forward[layer] for layer in held) * slow // 1000 + behind * min(1000, fastest) // 1000
+    fastest = min(1000, problem.least_slowness)
+    trip = min(problem.costs.forward[layer] for layer in held) * slow // 1000 + behind * fastest // 1000
     trip += 2 * problem.times.transfer
     if not problem.costs.activation or not all(problem.costs.activation[layer] for layer in held):
         return 0

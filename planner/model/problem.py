@@ -540,8 +540,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def live_of(self) -> tuple[tuple[Worker, ...], ...]:
         """[pipeline] its live workers, sorted."""
-        return tuple(tuple(worker for worker in self.live if worker.pipeline == pipeline)
-                     for pipeline in range(self.grid.pipelines))
+        found: list[list[Worker]] = [[] for _ in range(self.grid.pipelines)]
+        for worker in self.live:
+            found[worker.pipeline].append(worker)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def least_slowness(self) -> int:
+        """Per mille of the usual time that the fastest live worker takes."""
+        return min(map(self.slowness, self.live))
 
     def slowness(self, worker: Worker) -> int:
         """Per mille of the usual time that this worker takes."""

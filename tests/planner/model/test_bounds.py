@@ -1,5 +1,6 @@
 """Bounds of one pipeline: never above the optimum, and met where they are to be met."""
 
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 
 from slipstream.planner.budget import Budget
 from slipstream.planner.model.arrays import ProblemArrays
-from slipstream.planner.model.bounds import Shares, lower_bound, whole_fill
-from slipstream.planner.model.from_job import build_problem
+from slipstream.planner.model.bounds import Shares, fixed_bound, lower_bound, whole_fill
+from slipstream.planner.model.from_job import build_problem, layered_problem
+from slipstream.planner.model.problem import Problem
 from slipstream.planner.plan import plan_job
 from slipstream.planner.search.cpsat import improve
 from slipstream.planner.search.engine import solve
@@ -109,3 +111,18 @@ def test_where_a_stage_has_fewer_workers_some_first_gradient_is_late():
     job = grid(12, 8, 8, times=times, more="[memory]\ncapacity = 16\nactivation = 1\nweight_stash = 1\n")
     plan = plan_job(job, [Worker(1, 3)], steps=800_000)
     assert plan.schedule.period_ticks == plan.schedule.lower_bound_ticks == 339
+
+
+def test_the_work_for_a_bound_grows_with_the_workers_and_not_with_their_square(monkeypatch):
+    """As where each of thousands of workers asked for the fastest of them all."""
+    asked = Counter()
+    slowness = Problem.slowness
+    monkeypatch.setattr(Problem, "slowness", lambda self, worker: asked.update([worker]) or slowness(self, worker))
+    calls = []
+    for pipelines in (50, 200):
+        more = "[memory]\ncapacity = 30\nweights = 1\n[placement]\nlayers = [2, 2, 2]\n"
+        problem = layered_problem(grid(pipelines, 3, 2, more=more), [Worker(0, 1)])
+        asked.clear()
+        fixed_bound(problem)
+        calls.append(asked.total())
+    assert calls[1] <= 5 * calls[0]
