@@ -218,6 +218,8 @@ class CpSatParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class LayoutParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Candidates: the problem with layers in place, and layouts that cut micro-batches or move layers."""
 
+    quick_share: Share = 0.2
+    """Of the time by the clock, for a plan by list schedules alone, where layers may move; the search is not worse."""
     most: AtLeastOne = 17
     """Layouts that are looked at;"""
     fewest: Count = 4

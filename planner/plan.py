@@ -293,10 +293,26 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
 
 
 def _answer(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
-    """What is found within the budget. With counted steps, it is never longer than the answer to a narrower question:
-    where that may be shorter, it is searched for with as many steps, which are its own."""
+    """What is found within the budget.
+
+    Where layers move, a search by the clock begins with a quick one by list schedules alone, and is never worse. With
+    counted steps, it is never longer than the answer to a narrower question: where that may be shorter, it is searched
+    for with as many steps, which are its own.
+    """
     given = budget.seconds
+    first = None
+    if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
+        seconds = options.params.layouts.quick_share * given
+        quick_options = msgspec.structs.replace(options, method="greedy").within(seconds)
+        with suppress(TooLargeError):
+            first = _search(quick_options, job, failed, budget.within(seconds), speed)
+            if first.schedule.status == "optimal":
+                return first
     found = _search(options, job, failed, budget, speed)
+    if first is not None and first.period < found.period:
+        found = msgspec.structs.replace(first, schedule=_claiming_as(first.schedule, found.schedule),
+                                        fixed_period=min(filter(None, (first.fixed_period, found.fixed_period)),
+                                                         default=None), end=found.end)
     cut = options.slices and found.schedule.scope is Scope.PLACE
     if options.steps is None or options.method in BASELINES or budget.stopped or not (options.layers == "move" or cut):
         return found

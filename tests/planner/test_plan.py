@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.planner.budget import STEP_SECONDS
 from slipstream.planner.job.file import JobError
 from slipstream.planner.model.arrays import ProblemArrays, Solution
 from slipstream.planner.model.assemble import build_schedule
@@ -16,7 +17,8 @@ from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.model.start_times import earliest, solution_period, timed
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.plan import plan_job, plan_with
+from slipstream.planner.params import DEFAULTS
+from slipstream.planner.plan import plan_job, plan_only, plan_with
 from slipstream.planner.search.list_scheduler import ASSIGNMENT_RULES, DispatchRule, ListScheduler, assign
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import encode
@@ -151,3 +153,12 @@ def test_live_workers_hand_on_micro_batches_of_a_stage_that_has_lost_one(pipelin
     schedule = plan_job(job, [Worker(0, dead)], steps=4_000_000).schedule
     assert schedule.status == "optimal" and schedule.period_ticks == bound
     assert schedule.shed
+
+
+def test_a_search_with_layers_that_move_is_never_worse_than_the_quick_one_that_it_begins_with(counted_steps):
+    """Of 20,000 steps, list schedules alone found 21.2 in a fifth, where the search of all found 21.4."""
+    job = grid(6, 4, 6, more="[placement]\nlayers = [5, 5, 5, 5]\n[memory]\ncapacity = 8\n")
+    seconds, share = 20_000 * STEP_SECONDS, DEFAULTS.layouts.quick_share
+    quick = plan_only(PlanOptions(layers="move", method="greedy", time_limit=share * seconds), job, [Worker(1, 1)])
+    whole = plan_only(PlanOptions(layers="move", time_limit=seconds), job, [Worker(1, 1)])
+    assert whole.period <= quick.period and check(whole.schedule) == []
