@@ -53,9 +53,9 @@ class Limits(NamedTuple):
     """Whether the planner must be compiled before."""
 
 
-STEPS = {"what is there": Limits(25, 60), "two processes": Limits(60, 60), "conformance": Limits(110, 120),
-         "a death survived": Limits(90, 120, plans=True), "large layers": Limits(120, 150, plans=True),
-         "memory": Limits(45, 120), "pipelining": Limits(90, 120, plans=True), "chaos": Limits(REST, REST, plans=True)}
+STEPS = {"what is there": Limits(25, 60), "two processes": Limits(40, 60), "conformance": Limits(80, 120),
+         "a death survived": Limits(60, 120, plans=True), "large layers": Limits(100, 150, plans=True),
+         "memory": Limits(30, 120), "pipelining": Limits(90, 120, plans=True), "chaos": Limits(REST, REST, plans=True)}
 
 
 class Choices:

@@ -25,7 +25,7 @@ class Layers(NamedTuple):
     training: dict[str, Any]
 
 
-TINY = Layers("layers of width 32, all host time", 32, 80, 20, {}, {})
+TINY = Layers("layers of width 32, all host time", 32, 40, 10, {}, {})
 WIDE = Layers("layers of width 4,096, bfloat16 autocast", 4096, 12, 4,
               {"heads": 32, "context": 2048, "vocabulary": 4096}, {"dtype": "bf16"})
 
@@ -34,7 +34,7 @@ def compare_pipelining(report: Report, device: str, transport: str, fork_server:
     """The step."""
     get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.per_op"])
     for order in ("split", "1F1B"):
-        for layers in (TINY, WIDE) if device == "cuda" else (TINY._replace(iterations=40),):
+        for layers in (TINY, WIDE) if device == "cuda" else (TINY,):
             for setting in per_op.settings(STAGES, MICROBATCHES, layers.width, layers.iterations, layers.model,
                                            {**training(device, transport), **layers.training}, layers.warm_up):
                 if setting.name == order:

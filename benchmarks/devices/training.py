@@ -74,7 +74,7 @@ class Size(NamedTuple):
 
 
 SMALL = Size(2, 64, 2, 32, 2, 4, 256, 3, 3, 1)
-LARGE = Size(2, 4096, 32, 2048, 1, 4, 4096, 20, 10, 3)
+LARGE = Size(2, 4096, 32, 2048, 1, 4, 4096, 8, 5, 1)
 """Blocks as wide as those of Llama 3 8B. The gradients of one take half a second over the loopback of one card."""
 
 
@@ -170,7 +170,7 @@ def train_large_layers(report: Report, device: str, transport: str, fork_server:
     record, card, host = trained(job, config, first, size, fork_server, until)
     for row in run_rows(record, first, size, host):
         report.row(*row)
-    for row in memory_rows(first, memory, card):
+    for row in memory_rows(first, job, measured, memory["always"], card):
         report.row(*row)
 
 
@@ -332,18 +332,22 @@ def last(record: RunRecord, kind: type[E], live: int | None = None) -> E | None:
                  and (live is None or getattr(one.event, "live", live) == live)), None)
 
 
-def memory_rows(first: Schedule, memory: Mapping[str, Sequence[int]], card: CardMemory) -> Iterator[tuple[str, str]]:
-    """What each worker was to hold on its card, and what it has held, as the driver says."""
+def memory_rows(first: Schedule, job: Job, measured: Profile, always: Sequence[int], card: CardMemory
+                ) -> Iterator[tuple[str, str]]:
+    """What each worker was to hold on its card, with what is outside of torch, and what it has held, as the driver
+    says."""
     if not card.most:
         yield "memory of each worker on the card", "needs a card"
         return
-    unit = first.memory.unit if first.memory else 1
+    assert first.memory is not None and job.memory is not None
+    unit = first.memory.unit * job.memory.unit_bytes
     for worker, peak in sorted(memory_peaks(first).items()):
-        planned = memory["always"][worker.column] + peak * unit
+        planned = always[worker.column] + peak * unit + measured.outside_bytes
         found = card.most.get(str(worker))
         yield f"memory of worker {worker}", f"planned {mebibytes(planned)}, " + (
             "not seen by the driver" if found is None else
-            f"by the driver {mebibytes(found)} ({found / planned:.2f})")
+            f"by the driver {mebibytes(found)} ({found / planned:.2f}); "
+            f"of it {mebibytes(measured.outside_bytes)} outside of torch, as profiled")
     yield "memory of the card, all processes", f"{mebibytes(card.used)} of {mebibytes(card.total)}"
 
 
