@@ -312,7 +312,7 @@ class EventLoop:
         """Handle what a worker says. Raises CommitLogError, and RunError where a worker's error is all workers'."""
         match message:
             case Note():
-                self.news.note(message.text)
+                self.news.note_once(message.text)
             case Injected():
                 self._injected[message.index] = message.at
             case Status():

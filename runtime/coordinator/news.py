@@ -16,6 +16,9 @@ from slipstream.runtime.protocol.to_coordinator import Ready, Saved
 from slipstream.runtime.run_folder import holder
 from slipstream.schedules.schedule import Worker
 
+LATELY = 32
+"""Notes that a line is compared with."""
+
 
 class News:
     """Those of one run."""
@@ -37,6 +40,11 @@ class News:
         self.notes.append(text)
         self._events.write(Noted(text=text))
         self._notify(text)
+
+    def note_once(self, text: str) -> None:
+        """The same, of what several workers may meet at a time: a line that was told lately is not told again."""
+        if text not in self.notes[-LATELY:]:
+            self.note(text)
 
     def speed(self, event: SpeedEvent) -> None:
         """What was found out about the workers' speeds."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from slipstream.runtime.model.checkpoints.parameters import save_layer
+from slipstream.runtime.model.checkpoints.parameters import save_layer_when_there_is_room
 from slipstream.runtime.model.layers.shards import whole_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.part_state import PartState
-from slipstream.runtime.protocol.to_coordinator import Finished
+from slipstream.runtime.protocol.to_coordinator import Finished, Note
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
 from slipstream.runtime.replay.session import Session
@@ -156,8 +156,9 @@ def _write(context: WorkerContext, order: Finish, received: Sequence[PartState])
             copies, module = context.sharing.copies(layer), holding.modules[layer]
             whole = whole_layer(module, context.group)
             if context.rank == 0:
-                save_layer(Path(context.out), layer, {
-                    name: tensor for name, tensor in whole.items() if name not in copies})
+                save_layer_when_there_is_room(Path(context.out), layer, {
+                    name: tensor for name, tensor in whole.items() if name not in copies},
+                    lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store
     mine = [layer for layer, worker in order.writers if worker == context.worker]
     context.checkpointer.save_last(order, partial(store.whole_layers, mine, received))

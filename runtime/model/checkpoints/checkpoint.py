@@ -26,6 +26,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
+from slipstream.runtime.model.checkpoints.parameters import FULL
 from slipstream.runtime.model.layers.hugging_face.configuration import read_config
 from slipstream.runtime.model.tensor_codec import TensorError, Written, read_tensors, require_written, write_tensors
 from slipstream.schedules.document import DocumentError, DocumentKind
@@ -157,7 +158,8 @@ class Saving:
         except CheckpointError as error:
             self._error = error
         except OSError as error:
-            self._error = CheckpointError(f"{error.filename or folder}: checkpoint of iteration {iteration} cannot be "
+            place = folder if error.errno in FULL else error.filename or folder  # alike for all workers
+            self._error = CheckpointError(f"{place}: checkpoint of iteration {iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
         self._ended(self._error)
 

@@ -1,7 +1,9 @@
 """The parameters that a run leaves: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
 
+import errno
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from slipstream.runtime.model.tensor_codec import read_tensors, write_tensors
 
 _SUFFIX = ".safetensors"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that may have room later."""
+LOOK_SECONDS = 1.0
 
 
 def layer_path(out: Path, layer: int) -> Path:
@@ -23,6 +28,25 @@ def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
     draft = path.with_name(f".{path.stem}-{os.getpid()}")
     write_tensors(draft, state)
     draft.replace(path)
+
+
+def save_layer_when_there_is_room(out: Path, layer: int, state: Mapping[str, Tensor], say: Callable[[str], None],
+                                  look_seconds: float = LOOK_SECONDS) -> None:
+    """Write a layer as `save_layer` does, and wait while the disk is full, which `say` is told once.
+
+    Nobody else has the parameters of a run that has ended. Raises OSError for other reasons.
+    """
+    said = False
+    while True:
+        try:
+            return save_layer(out, layer, state)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not said:
+                say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for room")
+            said = True
+            time.sleep(look_seconds)
 
 
 def load_layer(out: Path, layer: int) -> dict[str, Tensor]:

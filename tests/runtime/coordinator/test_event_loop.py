@@ -361,6 +361,22 @@ def test_one_line_tells_that_nodes_do_not_share_their_folder(tmp_path):
     assert world.events.news.notes == [line]
 
 
+def test_what_all_workers_meet_is_said_once(tmp_path):
+    """As a disk on which no checkpoint has room."""
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        for talker in [*world.talkers.values()] * 2:
+            talker.say(Note(talker.worker, "no room"))
+        first = next(iter(world.talkers.values()))
+        first.say(Note(first.worker, "something else"))
+        await until(lambda: "something else" in world.told)
+        first.say(Paused(first.worker, 1, ((0, 4),), None, "the end of the test"))
+
+    world = World(tmp_path, lambda _: schedule_for(JOB))
+    world.play(script, stops_before=2)
+    assert world.told.count("no room") == 1 == world.events.news.notes.count("no room")
+
+
 def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
     """Its notes, what it does, and why it has stopped."""
     wild = "a\x1b[2J\nb"

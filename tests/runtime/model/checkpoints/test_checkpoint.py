@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,13 @@ from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.model.checkpoints.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
-from slipstream.runtime.model.checkpoints.parameters import layer_path, load_layer, load_parameters, save_layer
+from slipstream.runtime.model.checkpoints.parameters import (
+    layer_path,
+    load_layer,
+    load_parameters,
+    save_layer,
+    save_layer_when_there_is_room,
+)
 from slipstream.runtime.model.computing.slices import SliceRunner
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for
@@ -317,6 +324,25 @@ def test_others_read_and_write_the_same_format(tmp_path) -> None:
     assert_same({0: load_file(tmp_path / "ours")}, {0: tensors})
     save_file(tensors, tmp_path / "theirs", {"made": "elsewhere"})
     assert_same({0: read_tensors(tmp_path / "theirs")}, {0: tensors})
+
+
+def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path) -> None:
+    said: list[str] = []
+    state = states(size=50_000)[1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    room = threading.Timer(0.5, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+    room.start()
+    try:
+        save_layer_when_there_is_room(tmp_path, 1, state, said.append, look_seconds=0.02)
+    finally:
+        room.join()
+    assert_equal(load_layer(tmp_path, 1), state)
+    assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for room" in said[0]
+    assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        save_layer_when_there_is_room(tmp_path / "file", 1, state, said.append)
 
 
 def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
