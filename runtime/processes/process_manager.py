@@ -106,7 +106,7 @@ class NodeProcesses:
     def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises ForkServerError."""
         for one in self._fork_server.poll(0):
-            worker = worker_named(one.name).worker
+            worker = worker_named(one.name)
             self._ending.setdefault(worker, Ended(worker, one.status))
         over = [worker for worker in self._ending if not self._lives(worker)]
         for worker in self._ending.keys() - over:
@@ -263,7 +263,7 @@ def find_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
     """
     living: dict[Worker, list[str]] = {}
     for name in adopted.names():
-        living.setdefault(worker_named(name).worker, []).append(name)
+        living.setdefault(worker_named(name), []).append(name)
     left = {name for names in living.values() if len(names) < ranks for name in names}
     for name in left:
         adopted.kill(name)

@@ -1,7 +1,6 @@
 """What a worker's process is given when it is started."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -76,14 +75,6 @@ def process_name(worker: Worker, rank: int) -> str:
     return f"{worker}/{rank}" if rank else str(worker)
 
 
-class Named(NamedTuple):
+def worker_named(name: str) -> Worker:
     """Whose process a name is."""
-
-    worker: Worker
-    rank: int
-
-
-def worker_named(name: str) -> Named:
-    """The worker and the rank of a process."""
-    worker, _, rank = name.partition("/")
-    return Named(Worker.parse(worker), int(rank or 0))
+    return Worker.parse(name.partition("/")[0])

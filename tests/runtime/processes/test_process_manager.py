@@ -48,4 +48,4 @@ def test_the_processes_of_a_worker_end_together(command):
 
 def test_names():
     assert [process_name(Worker(1, 2), rank) for rank in range(2)] == ["1.2", "1.2/1"]
-    assert worker_named("1.2/11") == (Worker(1, 2), 11) and worker_named("1.2") == (Worker(1, 2), 0)
+    assert worker_named("1.2/11") == worker_named("1.2") == Worker(1, 2)
