@@ -1,8 +1,8 @@
 """Throughput over ReCycle's by number of pipelines, with one, two and four failures.
 
 With few replicas, re-routing with layers in place is dear: D / (D - 1) of the work falls to a stage's live workers.
-Later systems, which move layers, report 1.35 times ReCycle's throughput (ElasWave, arXiv 2510.00606, 96 NPUs) and up to
-1.355 times (Odyssey, arXiv 2508.21613, 32 cards).
+Later systems, which move layers, measured 1.35 times ReCycle's throughput (ElasWave, arXiv 2510.00606, 96 NPUs) and up
+to 1.355 times (Chameleon, called Odyssey before, arXiv 2508.21613v4, 32 cards).
 """
 
 from benchmarks.figures import published
@@ -18,7 +18,7 @@ PIPELINES = (2, 3, 4, 6, 8, 12, 16)
 FAILURES = (1, 2, 4)
 STAGES = 8
 MICROBATCHES = 16
-ELASWAVE, ODYSSEY = 1.35, 1.355
+ELASWAVE, CHAMELEON = 1.35, 1.355
 KINDS = ("slipstream", "slipstream-fixed", "elaswave", "oobleck", "work-conserving")
 
 
@@ -40,7 +40,7 @@ def reproduce(progress: CountCallback) -> Figure:
     series = [Series(name=f"{name}, {failures} failed", values=tuple(one[name, failures] for one in found))
               for name in ("slipstream", "elaswave") for failures in FAILURES]
     reported = [Series(name=f"{name}, published", values=(value,) * len(PIPELINES), is_reference=True)
-                 for name, value in (("ElasWave", ELASWAVE), ("Odyssey", ODYSSEY))]
+                 for name, value in (("ElasWave", ELASWAVE), ("Chameleon", CHAMELEON))]
     rows: list[tuple[Cell, ...]] = [
         (pipelines, failures, *(round(one[name, failures], 4) for name in KINDS))
         for pipelines, one in zip(PIPELINES, found, strict=True) for failures in FAILURES]

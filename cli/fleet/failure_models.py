@@ -35,6 +35,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time of such a restart; assumed where the source says nothing else."""
     repair_hours: float = 4.0
     """Mean time of the repair or replacement after all others; assumed where the source says nothing else."""
+    repair_median_hours: float | None = None
+    """Median of these times, which then are log-normally distributed; None: they are exponentially."""
     source: str = "given by the user"
 
 
@@ -48,6 +50,9 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     """The published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
     repairs_at_once: int | None = None
     """How many domains are repaired at a time; others wait for their turn, in the order of their failures."""
+    rate_shape: float | None = None
+    """The shape of the gamma distribution of domains' rates, whose mean is that of their kind: the smaller, the more of
+    all failures the same few domains have. None: all of a kind have one rate."""
 
     def hours_to_failure(self, gpus: int) -> float:
         """Mean hours from one failure in so many GPUs to the next, of whatever kind."""
@@ -127,6 +132,30 @@ def _rsc(name: str, rate: float, curve: tuple[tuple[int, float], ...], source: s
                         "be of whole servers, 73 % transient (Unicron), repair times assumed")
 
 
+# --- InfiniteHBD ------------------------------------------------------------------------------------------------------
+
+INFINITE_HBD = ("InfiniteHBD (Shou et al., SIGCOMM 2025, arXiv 2502.03885), InfiniteHBD-Trace: 584 faults of 400 "
+                "servers in 349 days")
+INFINITE_HBD_DAYS = 348.98
+_INFINITE_HBD = (  # (cause, faults, share back within 4 h, their mean, mean and median hours of all others)
+    ("hardware or software", 322, 0.295, 0.81, 252.5, 62.3),
+    ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1))
+INFINITE_HBD_SHAPE = 0.93
+"""By the method of moments: a server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none."""
+
+
+def _infinite_hbd() -> FailureModel:
+    kinds = tuple(Kind(
+        cause=cause, gpus=SERVER, mtbf_hours=400 * INFINITE_HBD_DAYS * 24 / count, transient_share=share,
+        restart_hours=short, repair_hours=mean, repair_median_hours=median, source=(
+            f"{INFINITE_HBD}, {count} of them; {share:.1%} back within 4 h, in {short:g} h on average, the others in "
+            f"{mean:g} h, {median:g} h in the median; servers taken to be of 8 GPUs"))
+        for cause, count, share, short, mean, median in _INFINITE_HBD)
+    return FailureModel(name="infinite-hbd", kinds=kinds, rate_shape=INFINITE_HBD_SHAPE, source=(
+        f"{INFINITE_HBD}; times out of service by two kinds of causes, log-normal beyond 4 h; servers' rates differ as "
+        "their numbers of faults do; all fitted here"))
+
+
 # --- Others -----------------------------------------------------------------------------------------------------------
 
 DELTA = ("Delta (Cui et al., SC 2025, arXiv 2503.11901 v4), section 4: errors of 608 H100 (2.1 million GPU-hours) and "
@@ -169,6 +198,7 @@ FAILURE_MODELS: Mapping[str, FailureModel] = {model.name: model for model in (
     _rsc("meta-rsc-1", RSC_1, (), f"{RSC}, section III: RSC-1, 6.50 failures per 1,000 node-days"),
     _rsc("meta-rsc-2", RSC_2, (), f"{RSC}, section III: RSC-2, 2.34 failures per 1,000 node-days"),
     _delta("delta-h100", _DELTA_H100), _delta("delta-a100", _DELTA_A100),
+    _infinite_hbd(),
     FailureModel(name="ft-hsdp", source=f"{FT_HSDP}; 73 % transient (Unicron), repair times assumed", kinds=(
         Kind(cause="a server", gpus=SERVER, mtbf_hours=FT_HSDP_HOURS * FT_HSDP_GPUS / SERVER,
              source=f"{FT_HSDP}; each taken to be of a server"),)),

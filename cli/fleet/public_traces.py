@@ -8,6 +8,10 @@ NSDI 2024): CSV, one line for each job, with `job_id,user,node_num,gpu_num,...,t
 end_time`; Kalos also has `fail_time`. It has no failures of machines. A job that fails (`FAILED`, `TIMEOUT`,
 `NODE_FAIL`) takes one of the servers, drawn at random, until the next job of its user of that size begins.
 
+InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a list of
+`{"node_id": "06...", "event_time": 8.61, "event_type": "fault_start", "fault_type": {...}}` in days, and `fault_end`.
+It names the servers that had a fault, of 400. Faults of a server that overlap are one time out of service.
+
 StragglerAnalysis (github.com/ByteDance-Seed/StragglerAnalysis, "Understanding Stragglers in Large Model Training Using
 What-if Analysis", OSDI 2025, arXiv 2505.05713): Parquet, one row for each op, with `dp_rank`, `stage`, `step`,
 `optype`, `start_ts` and `duration` in seconds. Nobody fails; a worker is as slow as its compute ops are, in the
@@ -21,8 +25,9 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -71,6 +76,53 @@ def spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     counts = [(number * gap, int(value)) for number, value in enumerate(found.data)
               if not number or value != found.data[number - 1]]
     return counts, len(found.data) * gap
+
+
+# --- InfiniteHBD-Trace ------------------------------------------------------------------------------------------------
+
+
+INFINITE_HBD_SERVERS = 400
+"""Of the fleet; the file names those with a fault."""
+
+
+class _Fault(msgspec.Struct):
+    node_id: str
+    event_time: Annotated[float, msgspec.Meta(ge=0, le=36_525)]
+    """Days."""
+    event_type: Literal["fault_start", "fault_end"]
+
+
+_FAULTS = msgspec.json.Decoder(list[_Fault])
+
+
+def fault_trace(text: str, name: str) -> AvailabilityTrace:
+    """Read when the servers of InfiniteHBD-Trace are out of service. Raises ValueError."""
+    try:
+        events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
+    except msgspec.MsgspecError as error:
+        raise ValueError('expected [{"node_id": "...", "event_time": DAYS, "event_type": "fault_start"}, ...] '
+                         f"(InfiniteHBD-Trace): {error}") from None
+    if not events:
+        raise ValueError("no faults")
+    place_of = {node: place for place, node in enumerate(sorted({event.node_id for event in events}))}
+    faults, changes = dict.fromkeys(place_of.values(), 0), []
+    for days, together in groupby(events, key=lambda event: event.event_time):
+        before = dict[int, int]()
+        for event in together:
+            place = place_of[event.node_id]
+            before.setdefault(place, faults[place])
+            faults[place] += 1 if event.event_type == "fault_start" else -1
+            if faults[place] < 0:
+                raise ValueError(f"a fault of {event.node_id} ends on day {days:g} that has not begun")
+        removed = tuple(sorted(place for place, count in before.items() if not count and faults[place]))
+        added = tuple(sorted(place for place, count in before.items() if count and not faults[place]))
+        changes += [Change(days * 86_400, removed=removed, added=added)] if removed or added else []
+    places = max(INFINITE_HBD_SERVERS, len(place_of))
+    return AvailabilityTrace(
+        name=name, places=places, live=tuple(range(places)), changes=tuple(changes),
+        length_seconds=max(1.0, events[-1].event_time * 86_400), notes=(
+            f"InfiniteHBD-Trace: {places} servers, {len(place_of)} of which had faults; overlapping faults of a server "
+            "are one time out of service",))
 
 
 # --- AcmeTrace --------------------------------------------------------------------------------------------------------

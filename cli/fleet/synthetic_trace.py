@@ -1,15 +1,17 @@
 """Synthetic availability traces: failures and repairs of a fleet, drawn from a failure model with a seed.
 
 The time between two failures of one domain (a GPU, a server, what hangs on a switch) is exponentially distributed, and
-so are restart and repair times. After a transient failure its machines are back once they have restarted; after the
-others they need a repair or a replacement, for which they may have to wait in a queue.
+so are restart and repair times, unless the model says that repairs are log-normal, or that domains' rates differ. After
+a transient failure its machines are back once they have restarted; after the others they need a repair or a
+replacement, for which they may have to wait in a queue.
 
 Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for an exponentially
 distributed time.
 """
 
 import heapq
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -27,7 +29,8 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
     random = np.random.default_rng(seed)
     horizon = days * 24.0
     kinds = model.kinds_for(places)
-    drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, horizon) for kind in kinds]
+    drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, horizon, rates)
+             for kind, rates in zip(kinds, _rates(random, model, places), strict=True)]
     hours = np.concatenate([times for times, _ in drawn])
     first = np.concatenate([units * kind.gpus for kind, (_, units) in zip(kinds, drawn, strict=True)])
     which = np.repeat(np.arange(len(kinds)), [len(times) for times, _ in drawn])
@@ -35,6 +38,11 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
     mean = np.where(lasting, np.array([kind.repair_hours for kind in kinds])[which],
                     np.array([kind.restart_hours for kind in kinds])[which])
     absent = random.exponential(mean)
+    for number, kind in enumerate(kinds):
+        if kind.repair_median_hours is not None:
+            long = lasting & (which == number)
+            spread = math.sqrt(2 * math.log(kind.repair_hours / kind.repair_median_hours))
+            absent[long] = random.lognormal(math.log(kind.repair_median_hours), spread, int(long.sum()))
     order = np.argsort(hours, kind="stable")
     if model.repairs_at_once is not None:
         _queue_repairs(hours, absent, order[lasting[order]], model.repairs_at_once)
@@ -43,6 +51,15 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
     changes = _with_returns(failures, places, horizon)
     return AvailabilityTrace(name=model.name, places=places, live=tuple(range(places)), changes=tuple(changes),
                              length_seconds=horizon * 3600, notes=(model.source,))
+
+
+def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Sequence[np.ndarray | None]:
+    """How many times as often as others each domain of each kind fails; kinds of one size share these domains."""
+    if model.rate_shape is None:
+        return [None] * len(model.kinds)
+    of_size = {kind.gpus: random.gamma(model.rate_shape, 1 / model.rate_shape, -(-places // kind.gpus))
+               for kind in model.kinds}
+    return [of_size[kind.gpus] for kind in model.kinds]
 
 
 def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
@@ -85,13 +102,13 @@ def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: n
     return changes
 
 
-def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float) -> \
-        tuple[np.ndarray, np.ndarray]:
-    """(hours, domains) of the failures of `count` domains."""
+def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
+                   rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(hours, domains) of the failures of `count` domains; `rates`: how many times as often each fails."""
     hours, units = [], []
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):
-        clock = clock + random.exponential(mtbf_hours, len(alive))
+        clock = clock + random.exponential(mtbf_hours, len(alive)) / (1.0 if rates is None else rates[alive])
         alive, clock = alive[clock < horizon], clock[clock < horizon]
         hours.append(clock)
         units.append(alive)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from slipstream.cli.fleet.availability_trace import AvailabilityTrace, Change
-from slipstream.cli.fleet.public_traces import ACME_FIELDS, acme_trace, spot_counts, straggler_trace
+from slipstream.cli.fleet.public_traces import ACME_FIELDS, acme_trace, fault_trace, spot_counts, straggler_trace
 from slipstream.planner.job.profiler_trace import ProfilerTraceError
 from slipstream.schedules.files import read_at_most
 
@@ -85,6 +85,8 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
         raise TraceFileError(f"no lines; {_FORMS}")
     if lines[0][1].startswith("{"):
         return _from_spot(text, name, seed)
+    if lines[0][1].startswith("["):
+        return fault_trace(text, name)
     if lines[0][1].startswith(ACME_FIELDS[0]):
         return acme_trace(text, name, seed)
     if _SAMPLE.fullmatch(lines[0][1]):

@@ -16,6 +16,11 @@ ACME = """job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time
 """
 
 
+def fault(node, days, kind):
+    return {"node_id": node, "event_time": days, "event_type": f"fault_{kind}",
+            "fault_type": {"Level": "Hardware Failure", "Class": "GPU", "Desc": "GPU Lost"}}
+
+
 def read(tmp_path, text, name="trace.csv", **how):
     (tmp_path / name).write_text(text)
     return read_availability_trace(tmp_path / name, **how)
@@ -35,12 +40,28 @@ def test_spot_instances(tmp_path):
     ('{"metadata": {"gap_seconds": 300}, "data": [1, -1]}', r"data\[1\] is -1"),
     ('{"metadata": {"gap_seconds": 300}, "data": [0, 0]}', "no instance"),
     ("job_id,user\n1,2\n", "line 1: no column node_num"),
+    ("[]", "no faults"), ('[{"node_id": "a"}]', "InfiniteHBD-Trace"),
+    (json.dumps([fault("a", 1.0, "start")] + 2 * [fault("a", 2.0, "end")]), "of a ends on day 2 that has not begun"),
     (ACME.replace("2023-03-01 01:10:00+08:00", "soon"), "line 3: expected numbers and times"),
     (ACME.splitlines()[0] + "\n", "no job on several servers")])
 def test_what_cannot_be_read_is_refused_in_a_line(tmp_path, text, message):
     with pytest.raises(TraceFileError, match=message) as told:
         read(tmp_path, text)
     assert str(told.value).startswith(str(tmp_path)) and "\n" not in str(told.value)
+
+
+FAULTS = [fault("b", 1.0, "start"), fault("a", 2.0, "start"), fault("b", 3.0, "start"), fault("b", 4.0, "end"),
+          fault("b", 5.0, "end"), fault("a", 6.0, "end"), fault("b", 6.0, "start"), fault("c", 7.0, "start"),
+          fault("c", 7.0, "end"), fault("b", 10.0, "end")]
+
+
+def test_overlapping_faults_of_a_server_are_one_time_out_of_service(tmp_path):
+    trace = read(tmp_path, json.dumps(FAULTS), "faults.json")
+    assert (trace.places, trace.length_seconds) == (400, 10 * 86_400.0) and "3 of which had faults" in trace.notes[0]
+    assert trace.changes == (
+        Change(86_400.0, removed=(1,)), Change(2 * 86_400.0, removed=(0,)), Change(5 * 86_400.0, added=(1,)),
+        Change(6 * 86_400.0, removed=(1,), added=(0,)), Change(10 * 86_400.0, added=(1,)))
+    assert trace.mean_live == pytest.approx(400 - (4 + 4 + 4) / 10)
 
 
 def test_failing_jobs_of_acme_take_a_server_until_the_next_begins(tmp_path):
