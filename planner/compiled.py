@@ -18,6 +18,8 @@ from slipstream.planner.loops import go_on_in_plain_python, is_compiled, keeps_m
 BESIDE = "the planner's inner loops are being compiled, once per installation, about 20 s: until then plans are list " \
     "schedules only"
 LINE = "compiling the planner's inner loops, once per installation, about 20 s"
+NOT_KEPT = "compiling the planner's inner loops, about 20 s, and each time anew: no folder for machine code can be " \
+    "written (NUMBA_CACHE_DIR names one)"
 
 
 @cache
@@ -43,7 +45,7 @@ def ready(progress: ProgressCallback = quiet) -> None:
     """Compile the kernel unless it is compiled already, with one line of progress. Takes some 20 seconds, or none."""
     if is_compiled():
         return
-    progress(LINE)
+    progress(LINE if keeps_machine_code() else NOT_KEPT)
     # One process at a time: two would only waste it.
     with Path(__file__).with_name("kernel.py").open("rb") as source:
         with contextlib.suppress(OSError):

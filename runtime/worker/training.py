@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.runtime.model.computing.slices import Slices
 from slipstream.runtime.model.data.data import Data, Microbatch, is_evaluated, require_form
 from slipstream.runtime.model.data.loss_weights import LossWeights
+from slipstream.runtime.model.data.token_data import BadSampleError
 from slipstream.runtime.model.layers.calling import Batch, on_device
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
@@ -187,7 +188,10 @@ class Training:
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device
-        found = data.batch(microbatch, config.training.batch, config.model.context)
+        try:
+            found = data.batch(microbatch, config.training.batch, config.model.context)
+        except StopIteration:  # for all workers alike
+            raise BadSampleError(f"the data have no samples left for iteration {microbatch.iteration}") from None
         if self._form is not None and data is self._part.context.corpus:
             require_form(found, self._form, microbatch)
         return on_device(found, device)

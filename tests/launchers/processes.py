@@ -19,10 +19,11 @@ def with_variable(name: str, value: str) -> list[int]:
 
 
 def launcher(among: Iterable[int], variable: str, number: int) -> int:
-    """The one process of `slipstream train` that has a number."""
-    (found,) = [pid for pid in among
-                if b"train" in _words(pid)[:3] and environment_of(pid).get(variable) == str(number)]
-    return found
+    """The first process of `slipstream train` that has a number: that of node 0 has another one below it."""
+    found = [pid for pid in among if any(word.startswith(b"slipstream node ") for word in _words(pid)[:1])
+             and environment_of(pid).get(variable) == str(number)]
+    (first,) = [pid for pid in found if parent(pid) not in found]
+    return first
 
 
 def parent(pid: int) -> int:

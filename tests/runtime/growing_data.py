@@ -1,4 +1,4 @@
-"""Data whose samples have other lengths in some micro-batches."""
+"""Data whose samples have other lengths in some micro-batches, or that end."""
 
 import torch
 
@@ -19,6 +19,15 @@ class AtOnce:
     def batch(self, microbatch: Microbatch, batch: int, context: int):
         tokens = torch.arange(self.length(microbatch) + 1).expand(batch, -1)
         return tokens[:, :-1], tokens[:, 1:]
+
+
+class Exhausted(AtOnce):
+    """None from iteration 3 on."""
+
+    def length(self, microbatch: Microbatch) -> int:
+        if microbatch.iteration >= 3:
+            raise StopIteration
+        return 4
 
 
 class Later(AtOnce):

@@ -13,7 +13,7 @@ from slipstream.schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.forked import own_fork_server
 from tests.runtime.model.state.test_steps import OFTEN, RARELY, SAME, SPIKY
-from tests.runtime.running import tiny
+from tests.runtime.running import metrics_in, tiny
 
 BACK = Worker(0, 0)
 SLOWLY = 60e3
@@ -49,6 +49,21 @@ def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, mo
         result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),
                        fetch_bytes_per_second=8 * SLOWLY)
     assert returned(result) == ["0.0"]
+
+
+def test_what_is_logged_is_the_same_in_every_iteration_while_workers_come_and_go(fork_server, tmp_path):
+    """torchtitan 4663, torchft 292: loss, learning rate and data changed with the replicas."""
+    config = tiny(iterations=LONG.training.iterations, clip_norm=OFTEN, warmup_iterations=10,
+                  learning_rate_schedule="cosine")
+    train([], fork_server, tmp_path / "calm", job=WIDE, config=config)
+    result = train([at("0.0", 2), at("2.1", 9)], fork_server, tmp_path / "stormy", job=WIDE, config=config,
+                   returns=(Return(BACK, 3),))
+    assert dead(result) == ["0.0", "2.1"] and returned(result) == ["0.0"]
+    calm, stormy = metrics_in(tmp_path / "calm"), metrics_in(tmp_path / "stormy")
+    assert [one.learning_rate for one in calm] == [one.learning_rate for one in stormy]
+    for name in ("loss", "gradient_norm"):
+        assert [getattr(one, name) for one in calm] == pytest.approx(
+            [getattr(one, name) for one in stormy], rel=0, abs=1e-9)
 
 
 def test_all_train_while_layers_are_fetched_slowly(fork_server, tmp_path):

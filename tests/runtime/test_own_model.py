@@ -149,10 +149,12 @@ def test_a_function_that_is_not_told_of_w_has_its_gradients_in_i_and_the_numbers
 @pytest.mark.parametrize(("data", "error", "says"), [
     ("AtOnce", ConfigError, r"\(int64 \[1, 5\], int64 \[1, 5\]\) for micro-batch 1 of pipeline 0 in iteration 0, and \("
                             r"int64 \[1, 4\].* pad them"),
+    ("Exhausted", RunError, "the data have no samples left for iteration 3"),
     ("Later", RunError, r"\(int64 \[1, 8\], int64 \[1, 8\]\) for micro-batch \d of pipeline \d in iteration 3"),
 ])
-def test_lengths_that_change_end_the_run_in_one_line(data, error, says, tmp_path) -> None:
-    """Megatron-LM 5100: they deadlocked pipelines. Workers here died one after the other, until one was left."""
+def test_data_that_no_worker_can_train_on_end_the_run_in_one_line(data, error, says, tmp_path) -> None:
+    """Megatron-LM 5100, torchtitan 1618: lengths that change, and ranks without data, hung. Workers here died one after
+    the other, until one was left."""
     config = tiny(iterations=8, data=f"tests.runtime.growing_data:{data}")
     with own_fork_server() as fork_server, pytest.raises(error, match=says) as caught:
         run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server,
