@@ -37,6 +37,9 @@ Communication = Annotated[bool, typer.Option("--communication", help=(
 DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
     "torchtitan: the model's decoder layers, two fewer than all layers where embedding and head are layers "
     "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
+TensorParallel = Annotated[int, typer.Option("--tensor-parallel", metavar="N", min=1, max=1024, help=(
+    "torchtitan: devices of each worker, as [training] tensor_parallel of the job that the schedule was planned for; a "
+    "schedule does not say it."))]
 TitanVersion = Annotated[str, typer.Option(
     "--titan-version", metavar="VERSION", autocompletion=completing(*VERSIONS),
     help=f"torchtitan: the version that the flags are for: {', '.join(VERSIONS)}.")]
@@ -46,7 +49,8 @@ OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
 
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
            communication: Communication = False, decoder_layers: DecoderLayers = None,
-           titan_version: TitanVersion = NEWEST, out_file: OutFile = None, json: Json = False) -> None:
+           titan_version: TitanVersion = NEWEST, tensor_parallel: TensorParallel = 1, out_file: OutFile = None,
+           json: Json = False) -> None:
     """Write a schedule, or the model of a checkpoint, in the format of another library.
 
     Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
@@ -57,6 +61,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan",), ("--decoder-layers", decoder_layers))
     _require_for(to, ("torchtitan",), ("--titan-version", titan_version != NEWEST))
+    _require_for(to, ("torchtitan",), ("--tensor-parallel", tensor_parallel > 1))
     require_choice("--titan-version", titan_version, tuple(VERSIONS))
     require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
@@ -66,7 +71,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
             refuse(f"--pipeline and --decoder-layers: only with a schedule, and {file} is a folder")
         _of_checkpoint(file, folder, to, json)
     elif to == "torchtitan":
-        _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, json)
+        _to_torchtitan(file, folder, pipeline, decoder_layers, titan_version, tensor_parallel, json)
     else:
         _to_torch_csv(file, pipeline, communication, out_file, json)
 
@@ -114,11 +119,11 @@ def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path
 
 
 def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, version: str,
-                   json: bool) -> None:
+                   ranks: int, json: bool) -> None:
     folder = _require_new(folder, "torchtitan", "PLAN")
     schedule = _read_valid(file, pipeline)
     try:
-        flags = torchtitan_flags(schedule, str(folder.resolve() / "schedule.csv"), pipeline=pipeline,
+        flags = torchtitan_flags(schedule, str(folder.resolve() / "schedule.csv"), pipeline=pipeline, ranks=ranks,
                                  decoder_layers=decoder_layers, version=version)
         order = write_order(schedule, pipeline)
     except TorchCsvError as error:
@@ -135,9 +140,11 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
     if json:
         print_json({"folder": str(folder), "flags": flags, "pipeline": pipeline})
         return
-    quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
+    quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns * ranks
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
               f"-m torchtitan.train {VERSIONS[version].what}", soft_wrap=True)
+    if ranks == 1:
+        err.print("workers are of one device each; of more with --tensor-parallel", style="dim", soft_wrap=True)
 
 
 def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> None:
@@ -156,7 +163,7 @@ def _of_checkpoint(source: Path, folder: Path | None, to: str, json: bool) -> No
                 from slipstream.runtime.model.checkpoints.hugging_face_export import export_checkpoint
         export_checkpoint(checkpoint, folder)
     except ModuleNotFoundError as error:
-        refuse(f"--to {to} needs the package {error.name}: pip install 'slipstream-train[hf]'")
+        refuse(f"--to {to} needs the package {error.name}: pip install -e '.[hf]'")
     except (CheckpointError, ConfigError) as error:
         refuse(error)
     except OSError as error:

@@ -1,12 +1,13 @@
 """`slipstream new`: writes a job file to start from."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from slipstream.cli.shared.console import duration, err, out, print_json, refuse
+from slipstream.cli.shared.console import completing, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
 from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, ModelShape, estimate
@@ -22,7 +23,8 @@ BEGIN, OF_TRACE, EITHER = "Three ways to begin", "With --trace", "With --trace o
 MODEL, CLUSTER = "With --layers: the model", "With --layers: the cluster"
 """Groups of options in the help."""
 
-Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME", help=(
+Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME",
+                                               autocompletion=completing(*preset_names()), help=(
     f"Start from one of {', '.join(preset_names())}."))]
 Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BEGIN, metavar="FILE", help=(
     "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's pipelines "
@@ -75,6 +77,9 @@ StageLayers = Annotated[int | None, typer.Option("--stage-layers", rich_help_pan
                                                  metavar="N", min=1, max=10_000, help=(
     "Layers of each stage, which take its time evenly: what `plan --layers move` can divide anew. Traces do not tell "
     "them."))]
+WorkersPerNode = Annotated[int | None, typer.Option("--workers-per-node", rich_help_panel=EITHER,
+                                                    metavar="N", min=1, max=2**17, help=(
+    "Workers that share a node (a machine), and so fail together: [topology]."))]
 Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
 OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
@@ -82,7 +87,7 @@ Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Ov
 
 _OF_ALL = {"out_file", "force", "json"}
 """Options of all three ways to begin."""
-_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "name"}
+_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
 """Options for a job from a trace."""
 
 
@@ -92,7 +97,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
         shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
         stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None,
-        stage_layers: StageLayers = None, name: Name = None,
+        stage_layers: StageLayers = None, workers_per_node: WorkersPerNode = None, name: Name = None,
         out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
@@ -108,28 +113,37 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
     way = ("preset", "trace", "model")[ways.index(True)] if any(ways) else \
-        _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"))
+        _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"),
+             "--preset, --trace, or --layers and the others")
     _refuse_unused_options(context, way)
     if way == "preset":
-        text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str),
+        text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str,
+                                             "--preset"),
                        shard_optimizer=shard_optimizer)
     elif way == "trace":
-        files = trace or [_ask("Which trace file?", None, Path)]
+        files = trace or [_ask("Which trace file?", None, Path, "--trace")]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
     else:
         shape = ModelShape(
-            layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
-            heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens per sequence?", 4096),
-            vocabulary=vocabulary or _count("Vocabulary?", 128_000), kv_heads=kv_heads, ffn=ffn, gated=gated)
+            layers=layers or _count("Layers?", 32, "--layers"),
+            hidden=hidden or _count("Width (hidden size)?", 4096, "--hidden"),
+            heads=heads or _count("Heads?", 32, "--heads"),
+            sequence=sequence or _count("Tokens per sequence?", 4096, "--sequence"),
+            vocabulary=vocabulary or _count("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
+            gated=gated)
         layout = ModelLayout(
-            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
-            stages=stages or _count("Stages (workers per pipeline)?", 8), efficiency=efficiency,
-            microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32),
+            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4, "--pipelines"),
+            stages=stages or _count("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
+            microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer)
         try:
             text = job_text(*estimate(name or "my-model", shape, layout))
         except ValueError as error:
             refuse(error)
+    if way == "model" and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
+        workers_per_node = _count("Workers per node (machine)?", 1, "--workers-per-node")
+    if workers_per_node is not None and workers_per_node > 1:
+        text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
     _finish(text, out_file, json)
 
 
@@ -178,8 +192,9 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     except ProfilerTraceError as error:
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer or 0.0,
-                        pipelines=pipelines or _count("Pipelines (replicas)?", 1),
-                        microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32))
+                        pipelines=pipelines or _count("Pipelines (replicas)?", 1, "--pipelines"),
+                        microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32,
+                                                                     "--microbatches"))
     remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
     if whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
@@ -217,7 +232,7 @@ def _from_parquet(file: Path, name: str | None, transfer: float | None, stage_la
 
 def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
     if gpu is None and peak_tflops is None:
-        gpu = _ask(f"GPU ({', '.join(GPUS)})?", "h100", str)
+        gpu = _ask(f"GPU ({', '.join(GPUS)})?", "h100", str, "--gpu or --peak-tflops")
     if gpu is not None and gpu not in GPUS:
         refuse(f"--gpu {gpu}: expected one of {', '.join(GPUS)}; for others, --peak-tflops")
     known = GPUS[gpu or "h100"]
@@ -227,14 +242,14 @@ def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
                    memory_bandwidth=known.memory_bandwidth, network=known.network)
 
 
-def _count(question: str, default: int) -> int:
+def _count(question: str, default: int, option: str) -> int:
     def read(text: str) -> int:
         value = int(text)
         if not 1 <= value <= MOST:
             raise ValueError
         return value
 
-    return _ask(question, str(default), read)
+    return _ask(question, str(default), read, option)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -246,13 +261,13 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return read
 
 
-def _ask(question: str, default: str | None, read: Callable[[str], T]) -> T:
-    """Ask until the answer makes sense. Exits 2 where nobody answers."""
+def _ask(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
+    """Ask until the answer makes sense. Exits 2 where nobody answers, with the option that says it."""
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)
         except (typer.Abort, EOFError):
-            refuse(f"nobody answers {question!r}; say it with options: --preset, --trace, or --layers and the others")
+            refuse(f"nobody answers {question!r}; say it with {option}")
         try:
             return read(str(answer))
         except ValueError:

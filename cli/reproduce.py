@@ -54,7 +54,7 @@ def _drawing_function() -> Callable[[Figure], bytes]:
     try:
         from slipstream.cli.drawing.figure_plot import draw
     except ImportError:
-        refuse("the picture needs matplotlib: pip install 'slipstream-train[plots]', or --no-picture")
+        refuse("the picture needs matplotlib: pip install -e '.[plots]', or --no-picture")
     return draw
 
 

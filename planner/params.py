@@ -413,5 +413,7 @@ def read_params(path: Path) -> SearchParams:
     """
     try:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SearchParams)
-    except (OSError, ValueError) as error:  # what is no UTF-8, no TOML, or does not fit, are all ValueErrors
+    except OSError as error:
+        raise ParamsError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # what is no UTF-8, no TOML, or does not fit
         raise ParamsError(f"{path}: {error}") from None

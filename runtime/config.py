@@ -257,6 +257,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         schedule, end = self.learning_rate_schedule, self.schedule_iterations or self.iterations
         decay = self.decay_iterations or 0
+        if self.iterations < 0:
+            raise ValueError(f"training.iterations is {self.iterations}; expected a whole number from 0")
         if self.warmup_iterations > end:
             raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
                              "iterations; expected no more, or a training.schedule_iterations of its own")

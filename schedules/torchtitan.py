@@ -32,13 +32,14 @@ VERSIONS = {
 NEWEST = next(iter(VERSIONS))
 
 
-def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
+def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0, ranks: int = 1,
                      decoder_layers: int | None = None, version: str = NEWEST) -> list[str]:
     """Flags for `torchtitan.train` of a version in `VERSIONS`, each with its values; micro-batches have one sample.
 
-    With `decoder_layers`, those of the model, they also give each stage its layers, by the names that modules have in
-    torchtitan's decoder models; else torchtitan splits the model by itself. Raises TorchCsvError where torchtitan
-    cannot run the schedule.
+    `ranks`: processes of a worker, over which torchtitan cuts its layers (tensor parallelism). With `decoder_layers`,
+    those of the model, the flags also give each stage its layers, by the names that modules have in torchtitan's
+    decoder models; else torchtitan splits the model by itself. Raises TorchCsvError where torchtitan cannot run the
+    schedule.
     """
     grid = schedule.grid
     if schedule.failed:
@@ -55,6 +56,8 @@ def torchtitan_flags(schedule: Schedule, csv_path: str, *, pipeline: int = 0,
              "--parallelism.pipeline_parallel_schedule_csv", csv_path,
              "--parallelism.pipeline_parallel_microbatch_size", "1",
              "--training.local_batch_size", str(grid.microbatches[pipeline])]
+    if ranks > 1:
+        flags += ["--parallelism.tensor_parallel_degree", str(ranks)]
     if decoder_layers is not None:
         flags += ["--parallelism.module_fqns_per_model_part", *_modules(grid, decoder_layers, VERSIONS[version].head)]
     return [*flags, *VERSIONS[version].flags]

@@ -169,7 +169,7 @@ def _best(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> 
     dropped = [other for other in others if other.batch < 1]
     best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # of equals what may do more
     less = max(dropped, key=lambda other: other.throughput, default=None)
-    if best and best.throughput > own * WORTH:
+    if best and best.throughput > own * WORTH and f"{best.throughput:.1%}" != f"{own:.1%}":
         lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {own:.1%}")
     elif made.schedule.failed:
         lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {own:.1%}")

@@ -99,7 +99,8 @@ def print_run(run: RunRecord, console: Console) -> None:
     """The run as text."""
     console.print(headline(run), style="bold", soft_wrap=True)
     console.print(_table(run.stretches[-MOST_LINES:], run))
-    console.print("Shares are of the throughput with all workers, planned and measured.", style="dim")
+    console.print("Shares are of the throughput with all workers, planned and measured; above 100 % where "
+                  "those iterations were slower, as the first ones of a run are.", style="dim")
     events = told(run)
     if len(events) > MOST_LINES:
         console.print(f"{len(events) - MOST_LINES} earlier events are in {run.folder / EVENTS}", style="dim",

@@ -70,4 +70,4 @@ def _memory(schedule: Schedule) -> str:
     if schedule.memory is None or not peaks:
         return ""
     least, most = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
-    return f"peak memory {least:g}" + (f" to {most:g}" if most > least else "")
+    return f"peak memory {least:,.6g}" + (f" to {most:,.6g}" if most > least else "") + ", in the job's unit"

@@ -87,4 +87,4 @@ Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES, 
     "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an hour "
     "besides."))]
 Tensorboard = Annotated[Path | None, typer.Option("--tensorboard", rich_help_panel=FILES, metavar="DIR", help=(
-    "Write the metrics of each iteration there for TensorBoard, too (pip install 'slipstream-train[tensorboard]')."))]
+    "Write the metrics of each iteration there for TensorBoard, too (pip install -e '.[tensorboard]')."))]

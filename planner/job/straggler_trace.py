@@ -108,7 +108,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
         from pyarrow import parquet
     except ImportError:
         raise ProfilerTraceError(f"{path}: parquet files are read with pyarrow, which is not installed: pip install "
-                                 "'slipstream-train[parquet]'") from None
+                                 "-e '.[parquet]'") from None
     try:
         table: Any = parquet.read_table(path, columns=list(names))
         found = {name: np.array(table[name].to_pylist()) if name == "optype" else table[name].to_numpy()

@@ -55,4 +55,4 @@ class TensorBoard:
 def require_package() -> None:
     """Raises ConfigError where TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("metrics for TensorBoard need its package: pip install 'slipstream-train[tensorboard]'")
+        raise ConfigError("metrics for TensorBoard need its package: pip install -e '.[tensorboard]'")

@@ -90,3 +90,13 @@ def test_microbatches_that_are_not_cut_at_the_stages_cannot_be_written():
     plain = replace(schedule, seats=tuple(replace(seat, holds=None) for seat in schedule.seats))
     with pytest.raises(TorchCsvError, match=r"0\.1 is not cut at the stages: layers 0 to 2 run as one slice"):
         write_order(plain)
+
+
+def test_workers_of_several_devices_are_so_in_torchtitan(files):
+    done = slipstream("export", files / "whole.json", files / "titan", "--to", "torchtitan", "--tensor-parallel", 2)
+    assert done.exit_code == 0 and "--nproc-per-node 8 " in done.stderr
+    assert "--parallelism.tensor_parallel_degree 2 " in (files / "titan" / "flags").read_text()
+    one = slipstream("export", files / "whole.json", files / "one", "--to", "torchtitan")
+    assert one.exit_code == 0 and "of more with --tensor-parallel" in one.stderr and "--nproc-per-node 4 " in one.stderr
+    refused = slipstream("export", files / "whole.json", "--tensor-parallel", 2)
+    assert refused.exit_code == 2 and "--tensor-parallel: only with --to torchtitan" in refused.stderr

@@ -4,7 +4,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli.app import app
+from slipstream.cli.app import app, load
 from slipstream.planner.job.file import parse_job, read_job
 from slipstream.planner.job.presets import preset, preset_names
 from slipstream.planner.plan import plan_job
@@ -131,3 +131,26 @@ def test_nobody_to_answer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = new()
     assert done.exit_code == 2 and "nobody answers" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--layers", 4], "--hidden"), (["--layers", 4, "--hidden", 64], "--heads"),
+    (["--layers", 4, "--hidden", 64, "--heads", 4, "--sequence", 8, "--vocabulary", 99], "--gpu or --peak-tflops"),
+    ([], "--preset, --trace, or --layers and the others")])
+def test_a_question_that_nobody_answers_names_its_option(tmp_path, options, says):
+    refused = new(*options, "--out", tmp_path / "job.toml")
+    assert refused.exit_code == 2 and refused.stderr.endswith(f"; say it with {says}\n"), refused.stderr
+
+
+def test_nodes_are_written(tmp_path):
+    done = new("--layers", 4, "--hidden", 64, "--heads", 4, "--sequence", 8, "--vocabulary", 99, "--gpu", "h100",
+               "--pipelines", 2, "--stages", 2, "--microbatches", 2, "--workers-per-node", 2,
+               "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    assert len(read_job(tmp_path / "job.toml").nodes) == 2
+
+
+def test_presets_are_completed():
+    [preset] = [param for param in load("new").params if param.name == "preset_name"]
+    offered = [item.value for item in preset.shell_complete(None, "llama")]
+    assert offered == [name for name in preset_names() if name.startswith("llama")] != []

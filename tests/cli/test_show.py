@@ -95,7 +95,7 @@ def test_summary(tmp_path):
     done = run(tmp_path / "plan.json", "--width", 100)
     assert done.exit_code == 0
     assert done.stdout.splitlines()[0] == ("by hand: period 7 s · bound 500 ms, gap 1300.00% · bubbles 28.6% · 1 down, "
-                                           "2 re-routed · peak memory 2 to 3")
+                                           "2 re-routed · peak memory 2 to 3, in the job's unit")
     answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
     assert answer.pop("bubble_share") == pytest.approx(12 / 42)
     assert answer == {

@@ -15,7 +15,7 @@ from slipstream.schedules.codec import write
 from tests.jobs import grid
 
 pytestmark = pytest.mark.usefixtures("counted_steps")
-pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install slipstream-train[parquet]")
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
 
 
 def slipstream(*arguments):

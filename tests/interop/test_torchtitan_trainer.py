@@ -298,7 +298,7 @@ def test_where_torchtitan_is_not_installed_one_line_says_how(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, env=command_environment(), capture_output=True,
                           text=True, timeout=100, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "pip install 'slipstream-train[torchtitan]'" in done.stderr
+    assert "pip install -e '.[torchtitan]'" in done.stderr
 
 
 @pytest.mark.parametrize(("model", "training"), [
@@ -309,6 +309,6 @@ def test_nor_does_a_job_that_names_it(model, training, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchtitan.trainer", None)
     given = parse_run_config(model, training)
-    with pytest.raises(ConfigError, match=r"pip install 'slipstream-train\[torchtitan\]'") as error:
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[torchtitan\]'") as error:
         check_compilable(given, torch.device("cpu")) if given.training.compile else load_corpus(given, (1,))
     assert "\n" not in str(error.value)

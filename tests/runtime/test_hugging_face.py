@@ -35,7 +35,7 @@ from tests.runtime.pacing import slowly_until
 from tests.runtime.running import joined, schedule_for
 
 transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install slipstream-train[hf]")
+    "transformers", reason="transformers is not installed: pip install -e '.[hf]'")
 
 CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -41,7 +41,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed: pip install slipstream-train[hf]")
+    return pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
 
 
 def test_the_model_takes_thirty_lines() -> None:

@@ -46,7 +46,7 @@ def tokenized(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
 def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
     """The tokenizer, and how many tokens a model must have for it."""
     if importlib.util.find_spec("tokenizers") is None:
-        raise ConfigError("training.tokenizer needs the package tokenizers: pip install 'slipstream-train[tokenizers]'")
+        raise ConfigError("training.tokenizer needs the package tokenizers: pip install -e '.[tokenizers]'")
     from tokenizers import Tokenizer  # takes time, and needs the package
 
     wrong = f"training.tokenizer is {str(path)!r}"

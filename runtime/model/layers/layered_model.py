@@ -80,7 +80,7 @@ def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: to
     try:
         from slipstream.runtime.model.layers.hugging_face.model import HuggingFace
     except ModuleNotFoundError as error:
-        raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install 'slipstream-train[hf]'"
+        raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install -e '.[hf]'"
                           ) from None
     return HuggingFace(config, seed, dtype, device)
 

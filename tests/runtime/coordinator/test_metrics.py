@@ -76,7 +76,7 @@ def test_what_nobody_knows_is_null(tmp_path):
 
 def test_without_its_package_there_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'slipstream-train\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[tensorboard\]'"):
         recorded(tmp_path)
 
 

@@ -16,5 +16,5 @@ from slipstream.runtime.errors import first_line
 try:
     import torchtitan.trainer  # noqa: F401
 except ImportError as error:
-    raise ConfigError(f"torchtitan 0.3.0 is needed: {first_line(error)}; pip install 'slipstream-train[torchtitan]'"
+    raise ConfigError(f"torchtitan 0.3.0 is needed: {first_line(error)}; pip install -e '.[torchtitan]'"
                       ) from None
