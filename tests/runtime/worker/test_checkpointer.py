@@ -9,6 +9,7 @@ import torch
 
 from slipstream.runtime.model.checkpoints import checkpoint
 from slipstream.runtime.model.layers.sharing import Sharing
+from slipstream.runtime.model.microbatch import FROM_THE_START
 from slipstream.runtime.protocol.to_coordinator import Saved
 from slipstream.runtime.worker.checkpointer import Checkpointer
 from slipstream.schedules.schedule import Worker
@@ -27,7 +28,7 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
         real(*arguments)
 
     monkeypatch.setattr(checkpoint, "_write", write)
-    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0),
+    setup, settings = (SimpleNamespace(checkpoint_every=2, first_iteration=0, read=FROM_THE_START, microbatches=(1,)),
                        SimpleNamespace(out=str(tmp_path), resume=None, config=tiny()))
     checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), told.append, Sharing())
     copied = list[int]()
