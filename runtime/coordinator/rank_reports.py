@@ -139,7 +139,7 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     factors = [one.validated for one in found if one.validated is not None]
     kept = kept_by_all(one.kept for one in found) if held else None
     return replace(last, layers=_ranges(held), kept=kept, behind=any(one.iteration < last.iteration for one in found),
-                   pending=any(one.pending for one in found),
+                   pending=any(one.pending for one in found), begun=max(one.begun for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
 

@@ -6,7 +6,9 @@ had committed. Then all that were found are as if they had paused, and the next 
 not found counts as lost.
 
 No worker steps an iteration before the one before it is committed, so that what all can go back to is one of the last
-two: the last iteration that any has stepped, where it was committed, else the one before.
+two: the last iteration that any has stepped, where it was committed, else the one before. A worker may have begun the
+step of an iteration of which it reports nothing any more: then the one before it was committed, whatever was written,
+and it cannot be undone there (`Known.begun`).
 """
 
 import math

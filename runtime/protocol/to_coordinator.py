@@ -70,7 +70,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     pending: bool
     """Whether it does not know the factor of `iteration` yet."""
     begun: int = -1
-    """The last iteration before the order."""
+    """The last iteration before the order, or whose step it cannot undo any more, as it has begun that of the next."""
     losses: dict[int, float] = {}
     """Of the last committed iterations, as it was told (`Acknowledged`), where they are finite; where steps depend on
     all gradients, also of those that it has stepped since."""

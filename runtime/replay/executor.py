@@ -48,11 +48,15 @@ class Executor:
 
     `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
     raises ends the iteration.
+
+    `before_step` is called with an iteration before its step, once all sums of gradients are there: all workers have
+    passed on something of the iteration then, so that nobody undoes the step before.
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, session: Session,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = lambda *_: None,
                  before_exchange: Callable[[], None] = lambda: None,
+                 before_step: Callable[[int], None] = lambda _: None,
                  sample_of: Callable[[Microbatch], Microbatch] = lambda name: name) -> None:
         ops = schedule.ops(session.worker)
         if schedule.overlaps:
@@ -70,6 +74,7 @@ class Executor:
         self._recorder = recorder
         self._before_op = before_op
         self._before_exchange = before_exchange
+        self._before_step = before_step
         self._sample_of = sample_of
         self._iteration = 0
         self._void_rounds = 0
@@ -192,6 +197,7 @@ class Executor:
         nothing left to give before."""
         self._before_exchange()
         self._session.wait_beside()
+        self._before_step(self._iteration)
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name in self._holding.shared_gradients:
@@ -202,6 +208,7 @@ class Executor:
 
     def _gather_all(self) -> None:
         """Gather the parameters of all ranges; they are on their way at the same time."""
+        self._holding.gathering(self._steps.iteration)
         for finish in [self._parts.gather(*one) for one in self._holding.flat_parameters()]:
             finish()
         self._holding.arrived()

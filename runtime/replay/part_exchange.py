@@ -121,17 +121,20 @@ class PartExchange:
             if ordered and _is_whole(cut):
                 carried, length = torch.empty_like(parameters), cut.length // len(cut.members)
                 works.append(group._allgather_base(carried, parameters[place * length:(place + 1) * length]))
-            elif ordered:
-                works += [group.broadcast(parameters[slice(*span)], owner) for _, owner, span in parts]
             else:
-                if staged:
-                    carried = torch.empty(parameters.shape, dtype=parameters.dtype)
+                if ordered or staged:  # what an abort leaves in there must not get into what this worker owns
+                    carried = torch.empty(parameters.shape, dtype=parameters.dtype,
+                                          device="cpu" if staged else parameters.device)
                     for span in cut.own(self._session.worker):
                         carried[slice(*span)].copy_(parameters[slice(*span)])
                 for number, owner, span in parts:
                     tag, part = _tag(_GATHER, number), carried[slice(*span)]
-                    works += [group.recv([part], owner, tag)] if owner != place else [
-                        group.send([part], other, tag) for other in range(len(cut.members)) if other != place]
+                    if ordered:
+                        works.append(group.broadcast(part, owner))
+                    elif owner != place:
+                        works.append(group.recv([part], owner, tag))
+                    else:
+                        works += [group.send([part], other, tag) for other in range(len(cut.members)) if other != place]
 
         def finish() -> None:
             with told_in_one_line(what):

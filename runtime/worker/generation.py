@@ -12,6 +12,7 @@ import torch
 
 from slipstream.runtime.model.seeds import GENERATORS
 from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.version import VersionError
 from slipstream.runtime.protocol.to_coordinator import Known, Note, Paused, Status
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from slipstream.runtime.replay.dealt_samples import DealtSamples
@@ -98,15 +99,10 @@ class Generation:
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
         return Known(self.order, self._schedule.failed, reached,
-                     self._context.layer_store.ranges, validated, pending, begins - 1,
+                     self._context.layer_store.ranges, validated, pending,
+                     max(begins - 1, self._context.layer_store.holding.cannot_undo),
                      {iteration: loss for iteration, loss in losses if math.isfinite(loss)},
                      self._context.layer_store.kept())
-
-    def fits(self, order: Order) -> bool:
-        """Whether what this worker holds can be brought to where an order begins."""
-        reached = self._reports.reached
-        return self._order.first_iteration <= order.first_iteration \
-            and order.first_iteration - 1 in (reached, reached - 1)
 
     def acknowledged(self, message: Acknowledged) -> None:
         """The coordinator has acknowledged a report."""
@@ -163,6 +159,9 @@ class Generation:
             self._training.run()
         except CommunicationError as error:
             reason = str(error)
+        except VersionError as error:
+            reason = f"worker {self._context.worker} has another state than it should: {error}"
+            self._context.layer_store.clear()
         except torch.OutOfMemoryError:
             reason = self._context.memory.ran_out(self._reports.reached + 1, self._context.layer_store.holding)
             self._context.channel.send(Note(self._context.worker, reason))
@@ -180,16 +179,18 @@ class Generation:
         trim()
 
     def leave(self, order: Order) -> None:
-        """The next order has come: go back to the last committed iteration.
+        """The next order has come: go back to the last committed iteration. Raises VersionError where that cannot be.
 
         The order came after `Paused`, so that `run` changes nothing any more. It closes connections meanwhile: gloo
         takes 10 ms and more for that.
         """
         assert self.paused
-        if self._training is not None:
-            committed, factor = order.first_iteration - 1, order.factor
+        committed, factor = order.first_iteration - 1, order.factor
+        if self._training is None:
+            self._context.layer_store.holding.go_back(committed)
+        else:
             assert factor is None or factor.iteration == committed
-            self._training.steps.go_back(committed, None if factor is None else factor.factor)
+            self._training.steps.go_back(committed, None if factor is None else factor.factor, known=factor is not None)
             self._training.evaluation_mode.end()
         self._context.layer_store.holding.zero_gradients()
 

@@ -131,11 +131,13 @@ class LayerReceiver:
         found: list[PartState] = []
         for transfer in self._until(order):
             try:
-                if transfer.fetch.number in (0, fetch):
+                # An order may have ended before what all waited for in it was taken.
+                if transfer.fetch.number == fetch if transfer.fetch.follow else transfer.fetch.order == order:
                     transfer.take(order, require)
                     found += [part.state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
+        require()  # else what was to come may have been dropped with the order
         return found
 
     def drop(self, order: int) -> None:
@@ -263,10 +265,10 @@ class _Transfer:
         name = message.part
         if name not in self._asked[sender]:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
-        part = PartState(name.layer, name.start, name.stop, tensors, name.state)
+        part = PartState(name.layer, name.start, name.stop, tensors, name.state, message.iteration - 1)
         module, stepped = self._module(name.layer), name.state and self.fetch.follow
         require_fits(module, part)
-        self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part, message.iteration)
+        self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part)
         if self.fetch.follow:
             self._events.loaded(message.iteration)
 

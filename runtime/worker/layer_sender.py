@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -68,8 +69,8 @@ class LayerSender:
         for one in self._server.following():
             if self._holds_all(one, layers):
                 for part in one.request.parts:
-                    self._server.put(one, PartStepped(part, iteration), copied(
-                        layers.part_gradients if part.state else layers.part_state, part))
+                    self._server.put(one, PartStepped(part, iteration), copied(partial(
+                        layers.part_gradients if part.state else layers.part_state, after=iteration), part))
 
     def order_begins(self, order: int, committed: int) -> None:
         """Queue for all receivers that follow: an order begins, and this worker is at a committed iteration."""
@@ -116,7 +117,8 @@ class LayerSender:
 def _states(request: LayerRequest, iteration: int, layers: LayerStore, by: "_Reading"
             ) -> list[tuple[LayerPart, Mapping[str, Tensor]]]:
     """All that is asked for, as it is before an iteration's step."""
-    return [(LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts]
+    return [(LayerPart(part, iteration), by(partial(layers.part_state, after=iteration - 1), part))
+            for part in request.parts]
 
 
 _Read = Callable[[PartName], Mapping[str, Tensor]]

@@ -50,6 +50,8 @@ class LayerStore:
         self._building = threading.Lock()
         self._built: dict[int, nn.Module] = {}
         """Layers that are needed, or soon will be, and that are not held yet."""
+        self._filled: frozenset[int] = frozenset()
+        """Those of them that are as they are before the first iteration."""
 
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon, and to come from others."""
@@ -59,7 +61,7 @@ class LayerStore:
     def clear(self) -> None:
         """Hold nothing."""
         self.holding.clear()
-        self._received = []
+        self._received, self._filled = [], frozenset()
 
     def read(self, layers: Collection[int], iteration: int) -> None:
         """Read layers as they were before an iteration. Raises CheckpointError."""
@@ -69,9 +71,11 @@ class LayerStore:
             module = self._build(layer, filled=True)
             with self._building:
                 self._built[layer] = module
+            self._filled |= {layer}
         for layer, state in states.items():
             module = self.module(layer)
-            self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
+            self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group()),
+                                           iteration - 1))
 
     def receive(self, received: Iterable[PartState]) -> None:
         """Parts have come for an order: keep them, too, until the next `keep_parts`."""
@@ -80,10 +84,11 @@ class LayerStore:
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
 
-        What has been read and received is as it is after an iteration; no step may be open.
+        What is held, and has been read and received, must be as it is after an iteration, with no step open. Raises
+        VersionError.
         """
-        self.holding.keep(self._modules(cuts), cuts, worker, self._received, after)
-        self._received, self._built = [], {}
+        self.holding.keep(self._modules(cuts), cuts, worker, self._received, after, self._filled)
+        self._received, self._built, self._filled = [], {}, frozenset()
 
     def kept(self) -> Kept | None:
         """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
@@ -105,33 +110,44 @@ class LayerStore:
         return self._has_received(part) is not None or any(
             first <= part.start and part.stop <= end for first, end in kept)
 
-    def part_state(self, part: PartName) -> dict[str, Tensor]:
-        """A part of a layer that is kept, for another worker; the tensors themselves."""
+    def part_state(self, part: PartName, after: int) -> dict[str, Tensor]:
+        """A part of a layer that is kept, as it is after an iteration, for another worker; the tensors themselves.
+        Raises VersionError."""
         span, received = (part.start, part.stop), self._has_received(part)
         if received is not None:
+            received.require(after)
             return span_of(self.module(part.layer), received, span, state=part.state)
-        return dict(self.holding.optimizer.part_state(part.layer, span, state=part.state).tensors)
+        found = self.holding.optimizer.part_state(part.layer, span, state=part.state)
+        found.require(after)
+        return dict(found.tensors)
 
-    def part_gradients(self, part: PartName) -> dict[str, Tensor]:
-        """By what a part that is kept, as a whole, was stepped last; the tensors themselves."""
+    def part_gradients(self, part: PartName, after: int) -> dict[str, Tensor]:
+        """By what a part that is kept, as a whole, was stepped to where it is after an iteration; the tensors
+        themselves. Raises VersionError."""
+        self.holding.optimizer.version.require(after, "what this worker keeps")
         return self.holding.optimizer.part_gradients(part.layer, (part.start, part.stop))
 
     def _has_received(self, part: PartName) -> PartState | None:
         return next((one for one in self._received if one.layer == part.layer and one.state
                      and one.start <= part.start and part.stop <= one.stop), None)
 
-    def put(self, received: Sequence[PartState]) -> None:
-        """What was received of what is not kept here are the parameters from now on."""
+    def put(self, received: Sequence[PartState], after: int) -> None:
+        """What was received of what is not kept here are the parameters from now on: those after an iteration. Raises
+        VersionError."""
+        for part in received:
+            part.require(after)
         for layer, module in self.holding.modules.items():
             put(module, [one for one in received if one.layer == layer], untrained_too=False)
 
-    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState]) -> dict[int, dict[str, Tensor]]:
-        """Whole layers to be saved, in host memory, with what was received of what is not kept here. All ranks of a
-        worker must ask together; the first has them, the others nothing."""
+    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState], after: int
+                     ) -> dict[int, dict[str, Tensor]]:
+        """Whole layers to be saved, as they are after an iteration, in host memory, with what was received of what is
+        not kept here. All ranks of a worker must ask together; the first has them, the others nothing. Raises
+        VersionError."""
         group, found, layers = worker_group(), dict[int, dict[str, Tensor]](), sorted(layers)
         device = next((one.device for one in self.holding.parameters().values()), HOST)
         with _copying(device):
-            states = {layer: self.with_parts(layer, received) for layer in layers}
+            states = {layer: self._with_parts(layer, received, after) for layer in layers}
         for layer, state in states.items():
             if group is not None:  # whose connections may carry nothing that is not on the device
                 shards, mine = shards_of(self.holding.modules[layer]), state
@@ -140,10 +156,13 @@ class LayerStore:
                 found[layer] = {key: tensor.cpu() for key, tensor in state.items()}
         return found
 
-    def with_parts(self, layer: int, received: Sequence[PartState]) -> dict[str, Tensor]:
+    def _with_parts(self, layer: int, received: Sequence[PartState], after: int) -> dict[str, Tensor]:
         """The state of a layer, from parts that are kept and others that were received."""
-        parts = *self.holding.optimizer.kept_states(), *self._received, *received
-        return whole(self.holding.modules[layer], [one for one in parts if one.layer == layer])
+        parts = [one for one in (*self.holding.optimizer.kept_states(), *self._received, *received)
+                 if one.layer == layer]
+        for one in parts:
+            one.require(after)
+        return whole(self.holding.modules[layer], parts)
 
     def elements(self, layer: int) -> Elements:
         """How many a layer has, at a rank, that is held, or will be."""

@@ -162,10 +162,10 @@ class MainThread:
         seconds = self._spec.settings.coordinator_timeout_seconds
         print(f"{gone}; waits {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
         deadline = time.monotonic() + seconds
-        self._context.layer_receiver.drop(sys.maxsize)
         generation = self._generation
         if generation is not None:
             generation.end()  # the coordinator is gone, and with it the order
+        self._context.layer_receiver.drop(sys.maxsize)  # which the generation must not take for all that was to come
         while time.monotonic() < deadline:
             if self._error is not None:
                 raise self._error
@@ -197,7 +197,8 @@ class MainThread:
             return None
         if generation is not None:
             known = generation.known()
-            return msgspec.structs.replace(known, losses=self._losses | known.losses)
+            self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
+            return msgspec.structs.replace(known, losses=self._losses)
         if self._finish_order is None:
             return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False, losses=self._losses)
         return Known(

@@ -1,5 +1,6 @@
 """What takes a worker long: its part in orders. Each runs in a thread of its own."""
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from slipstream.runtime.model.checkpoints.parameters import save_layer_when_ther
 from slipstream.runtime.model.layers.shards import whole_layer
 from slipstream.runtime.model.state.digest import tensor_digest
 from slipstream.runtime.model.state.part_state import PartState
+from slipstream.runtime.model.state.version import VersionError
 from slipstream.runtime.protocol.to_coordinator import Finished, Note
 from slipstream.runtime.protocol.to_worker import Finish, Order, Train
 from slipstream.runtime.replay.membership import Membership
@@ -91,7 +93,7 @@ class OrderThreads:
                     received = move_layers(context, order, partial(_require_not, over))
                 except CommunicationError:
                     return
-                context.layer_store.put(received)
+                context.layer_store.put(received, order.first_iteration - 1)
                 self._between_ranks = _connect_ranks(context, order)
                 _write(context, order, received)
 
@@ -134,8 +136,11 @@ def _require_not(over: threading.Event) -> None:
 def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:
     """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
     if previous is not None:
-        previous.leave(order)
-        if not previous.fits(order):
+        try:
+            previous.leave(order)
+        except VersionError as error:  # as where others have gone back to a checkpoint, and it had not heard of that
+            if isinstance(order, Finish) or order.restore is None:
+                print(f"order {order.order}: {error}; this worker keeps nothing", file=sys.stderr, flush=True)
             context.layer_store.clear()
         context.layer_sender.order_begins(order.order, order.first_iteration - 1)
 
@@ -161,7 +166,7 @@ def _write(context: WorkerContext, order: Finish, received: Sequence[PartState])
                     lambda text: context.channel.send(Note(context.worker, text)))
     store = context.layer_store
     mine = [layer for layer, worker in order.writers if worker == context.worker]
-    context.checkpointer.save_last(order, partial(store.whole_layers, mine, received))
+    context.checkpointer.save_last(order, partial(store.whole_layers, mine, received, order.first_iteration - 1))
     kept = store.kept()
     digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}

@@ -65,7 +65,7 @@ class Training:
         executor = Executor(
             part.schedule, slices=slices, steps=steps, session=self._session, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
-            before_exchange=self._reports.require_acknowledged, sample_of=part.samples)
+            before_exchange=self._reports.require_acknowledged, before_step=self._before_step, sample_of=part.samples)
         evaluate = self._evaluation(slices, executor, weights)
         context.channel.send(Started(part.worker, part.order.order))
         first_traced = max(first, setup.iterations - setup.traced)
@@ -154,28 +154,31 @@ class Training:
         return evaluate
 
     def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
-        """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
-        checkpoint or another worker needs it."""
-        context, require = self._part.context, self._session.require
+        """Before each op: stop when the order is over."""
+        context = self._part.context
         self._part.activity.begins((iteration, place))
-        require()
+        self._session.require()
         context.injector.at(iteration, place)
-        if kind is OpKind.A:
-            context.injector.at(iteration, "A")
-        elif kind is OpKind.O:
-            context.injector.at(iteration, "O")
-            if context.checkpointer.due(iteration, self._reports.save_before):
-                # A worker that is about to step an iteration knows that all have stepped the one before.
-                self._part.activity.begins(f"saves the state before iteration {iteration}")
-                context.checkpointer.save(iteration, self._whole_states, require)
-                self._part.activity.begins((iteration, place))
-            context.layer_sender.wait_for_room(require)
-            if context.layer_sender.asked:
-                context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration, context.layer_store)
+        if kind in (OpKind.A, OpKind.O):
+            context.injector.at(iteration, "A" if kind is OpKind.A else "O")
 
-    def _whole_states(self) -> dict[int, dict[str, Tensor]]:
-        """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
+    def _before_step(self, iteration: int) -> None:
+        """Copy the state that a step overwrites, where a checkpoint or another worker needs it. The step before it is
+        committed."""
+        context, activity, require = self._part.context, self._part.activity, self._session.require
+        if context.checkpointer.due(iteration, self._reports.save_before):
+            doing = activity.doing
+            activity.begins(f"saves the state before iteration {iteration}")
+            context.checkpointer.save(iteration, partial(self._whole_states, iteration - 1), require)
+            activity.begins(doing)
+        context.layer_sender.wait_for_room(require)
+        if context.layer_sender.asked:
+            context.injector.at(iteration, "asked")
+            context.layer_sender.before_step(iteration, context.layer_store)
+
+    def _whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
+        """The layers that this worker saves, as they are after an iteration; where states are sharded, all give their
+        own parts to who saves them."""
         store, me, received = self._part.context.layer_store, self._part.worker, list[PartState]()
         for layers, cut in store.holding.cuts.items():
             for layer, member in product(range(*layers), cut.members) if cut.sharded else ():
@@ -184,7 +187,7 @@ class Training:
                     received += unpack_parts(self._session.receive_bytes(layers, member))
                 elif me == member != writer:
                     self._session.send_bytes(pack_parts(store.holding.optimizer.own_states(layer)), layers, writer)
-        return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received)
+        return store.whole_layers([layer for layer, writer in self._writers.items() if writer == me], received, after)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device

@@ -13,5 +13,6 @@
     copied_sums       where the gradients for them come
     followed_part     parts that another worker keeps, on their way here while it trains
     layer_sizes       how large layers are that another worker needs
+    version           which iteration some state is that after, and whether it is whole
     digest            a short text for a set of tensors
 """

@@ -18,6 +18,7 @@ from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, nam
 from slipstream.runtime.model.state.parameter_groups import grouped
 from slipstream.runtime.model.state.part_state import PartState, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
+from slipstream.runtime.model.state.version import Version
 
 HOST = torch.device("cpu")
 
@@ -27,6 +28,7 @@ class SteppedPart(UndoableSteps):
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig, device: torch.device,
                  sharing: Sharing = NOTHING_SHARED) -> None:
+        assert part.after is not None
         parameters = trained(module)
         self._device = device
         names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
@@ -36,13 +38,18 @@ class SteppedPart(UndoableSteps):
         groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
         pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
         super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
+        self.version = Version(part.after)
         for key, name in names.items():
             kind, slot, *_ = key.split(".")
             if kind == "optimizer":
                 self.states[self._pieces[name]][slot] = part.tensors[key].to(HOST, copy=True)
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """The sender has stepped: by these gradients. Raises ValueError where they do not fit."""
+        """The sender has stepped by these gradients; none: it made no step. Raises ValueError where they do not fit,
+        and VersionError where they are not those of the next step."""
+        if not tensors:
+            self.step(iteration, None)
+            return
         if {name: one.shape for name, one in tensors.items()} != {
                 name: one.shape for name, one in self._pieces.items()}:
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
@@ -81,16 +88,17 @@ class SteppedPart(UndoableSteps):
         for name, piece in self._pieces.items():
             found[f"model.{name}"] = piece.detach()
             found |= {f"optimizer.{slot}.{name}": value for slot, value in self.tensors_of(piece).items()}
-        return self._part._replace(tensors=found)
+        return self._part._replace(tensors=found, after=self.version.after)
 
 
 class CopiedPart:
     """Parameters alone; or what does not change, where the sender waits. They are as they are before an iteration."""
 
-    def __init__(self, part: PartState, iteration: int) -> None:
+    def __init__(self, part: PartState) -> None:
+        assert part.after is not None
         self._part = part
-        self._last: Mapping[int, Mapping[str, Tensor]] = {iteration: part.tensors}
-        """By the iteration before which they were so: the last two."""
+        self._last: Mapping[int, Mapping[str, Tensor]] = {part.after: part.tensors}
+        """By the iteration after which they were so: the last two."""
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
         """The sender has stepped: these are the parameters after that. Raises ValueError where they do not fit."""
@@ -98,15 +106,19 @@ class CopiedPart:
                 key: one.shape for key, one in self._part.tensors.items()}:
             raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
         before = max(self._last)
-        self._last = {before: self._last[before], iteration + 1: tensors}
+        Version(before).require(iteration - 1, f"a part of layer {self._part.layer}")
+        self._last = {before: self._last[before], iteration: tensors}
 
     def go_back(self, committed: int) -> None:
-        """Be as it is after an iteration: the last one, or the one before."""
-        self._last = {committed + 1: self._last[max(one for one in self._last if one <= committed + 1)]}
+        """Be as it is after an iteration: the last one, or the one before. Raises VersionError."""
+        Version(committed if committed in self._last else max(self._last)).require(
+            committed, f"a part of layer {self._part.layer}")
+        self._last = {committed: self._last[committed]}
 
     def state(self) -> PartState:
         """The part; the tensors themselves."""
-        return self._part._replace(tensors=self._last[max(self._last)])
+        after = max(self._last)
+        return self._part._replace(tensors=self._last[after], after=after)
 
 
 FollowedPart = SteppedPart | CopiedPart

@@ -4,7 +4,7 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import CopiedSums
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from slipstream.runtime.model.state.parts import Cut, Elements, Parts, Span, parts_of
+from slipstream.runtime.model.state.parts import Cut, Elements, Parts, Span, parts_of, without
+from slipstream.runtime.model.state.version import Version, VersionError
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
@@ -71,14 +72,16 @@ class Holding:
         self.reduce_by(())
 
     def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
-             parts: Sequence[PartState], after: int) -> None:
+             parts: Sequence[PartState], after: int, built: Collection[int] = ()) -> None:
         """Hold exactly these layers, and of their optimizer's state what a worker keeps by these cuts.
 
-        `parts`, and those that are kept until now, have all of that, or nothing of it before the first step, and all
-        that is lacking of the parameters, which are those after an iteration. Where nothing changes, all stays as it
-        is: mostly, that is so of workers of other stages.
+        `parts`, and those that are kept until now, have all of that, and all that is lacking of the parameters, as they
+        are after an iteration; `built` are layers that are as they are then without any. Raises VersionError where that
+        is not so: nothing has changed then. Where nothing changes, all stays as it is: mostly, that is so of workers of
+        other stages.
         """
         before, held = self.optimizer, self.modules
+        self._require_all(modules, cuts, worker, parts, after, built)
         laid = held == modules and _lengths(self.cuts) == _lengths(cuts)
         same = laid and (self.cuts == cuts or not any(one.sharded for one in cuts.values()))
         if same:  # but perhaps who speaks for all: where nothing is sharded, each keeps all
@@ -102,7 +105,32 @@ class Holding:
         if not same:
             self.optimizer = self._keeping(worker)
             self.optimizer.take_over(before, parts)
+        self.optimizer.as_after(after)
         self.gathered(after)
+
+    def _require_all(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
+                     parts: Sequence[PartState], after: int, built: Collection[int]) -> None:
+        """Raise VersionError unless `keep` has all that it is to keep, as it is after an iteration."""
+        before, held = self.optimizer, self.modules
+        for part in parts:
+            part.require(after)
+        needed = parts_of(worker, cuts, lambda layer: elements_of(modules[layer]))
+        stay = [layer for layer, module in modules.items() if layer not in built and held.get(layer) is module]
+        if stay:
+            before.require(after)
+        for layer, module in modules.items():
+            if layer in built:
+                continue
+            states = [*(before.kept.get(layer, ()) if layer in stay else ()),
+                      *((part.start, part.stop) for part in parts if part.layer == layer and part.state)]
+            others = [(part.start, part.stop) for part in parts if part.layer == layer]
+            whole = layer in stay and before.parameters == Version(after)
+            lacking = [one for span in needed.get(layer, ()) for one in without(span, states)]
+            lacking += () if whole else without((0, elements_of(module).total), [*states, *others])
+            if lacking:
+                start, stop = lacking[0]
+                raise VersionError(f"worker {worker} lacks elements {start} to {stop} of layer {layer} as they are "
+                                   f"after iteration {after}")
 
     def _flatten_parameters(self) -> None:
         """Have the parameters of each range whose state is sharded lie in one flat tensor, to be gathered."""
@@ -119,8 +147,8 @@ class Holding:
         """The parts that a worker keeps by the cuts, or its own."""
         return parts_of(worker, self.cuts, lambda layer: elements_of(self.modules[layer]), which)
 
-    def step(self, iteration: int, factor: float = 1.0) -> None:
-        """Step what is kept; see `PartOptimizer.step`."""
+    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+        """Step what is kept, or not; see `PartOptimizer.step`."""
         self.optimizer.step(iteration, factor)
 
     def undo(self) -> None:
@@ -130,6 +158,11 @@ class Holding:
     def go_back(self, committed: int) -> None:
         """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
         self.optimizer.go_back(committed)
+
+    @property
+    def cannot_undo(self) -> int:
+        """The last iteration whose step cannot be undone any more, as far as steps of this order say; -1: none."""
+        return self.optimizer.cannot_undo
 
     def sharded_cut(self, layers: LayerRange) -> Cut | None:
         """How the elements of a range are cut, where its optimizer's state is sharded."""
@@ -144,6 +177,11 @@ class Holding:
         """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
         worker keeps of others' states is stepped."""
         self.optimizer.begin_copies()
+
+    def gathering(self, iteration: int) -> None:
+        """Parameters of others, as they are after an iteration, are on their way: until `gathered`, any of them may be
+        anything."""
+        self.optimizer.gathering(iteration)
 
     def gathered(self, iteration: int) -> None:
         """All elements of the parameters are as they should be after an iteration."""

@@ -17,6 +17,7 @@ from slipstream.runtime.beside import Beside
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.state.parameter_groups import Groups
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
+from slipstream.runtime.model.state.version import Version
 
 BUFFERS = 2
 """Of gradients: those of the iteration that all are in, and of the one before, by which the thread steps."""
@@ -26,7 +27,7 @@ class _Due(NamedTuple):
     """A step that is to be made."""
 
     iteration: int
-    factor: float
+    factor: float | None
     buffer: int
 
 
@@ -41,6 +42,8 @@ class LateSteps(OptimizerSteps):
         """The last step: made once it is known to stand."""
         self._stands: _Due | None = None
         """The one before it, until it is begun."""
+        self.version = Version(-1)
+        """Of what is stepped: the steps that have been made cannot be undone."""
         self._buffer = 0
         self._beside = Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")),
                               "steps of copies")
@@ -51,8 +54,9 @@ class LateSteps(OptimizerSteps):
         self._wait()
         return self._buffer
 
-    def step(self, iteration: int, factor: float) -> None:
-        """A step by the gradients in the free buffer, times a factor; the one before it stands, and may begin."""
+    def step(self, iteration: int, factor: float | None) -> None:
+        """A step by the gradients in the free buffer, times a factor; the one before it stands, and may begin. None:
+        there is no step."""
         self._wait()
         self._stands, self._due = self._due, _Due(iteration, factor, self._buffer)
         self._buffer = (self._buffer + 1) % BUFFERS
@@ -60,7 +64,7 @@ class LateSteps(OptimizerSteps):
     def begin(self) -> None:
         """What stands is stepped from now on, beside what is computed."""
         stands, self._stands = self._stands, None
-        if stands is not None and self._gradients[0]:
+        if stands is not None:
             self._beside.begin(partial(self._make, stands))
 
     def undo(self, iteration: int) -> None:
@@ -87,6 +91,11 @@ class LateSteps(OptimizerSteps):
         self._beside.wait()
 
     def _make(self, due: _Due) -> None:
+        self.version.require(due.iteration - 1, "a copy of another worker's part")
+        if due.factor is None:
+            self.version = Version(due.iteration)
+            return
+        self.version = Version(due.iteration, whole=False)
         gradients = list(self._gradients[due.buffer].items())
         self._set_rates(due.iteration)
         # Gradients of fewer bits are made longer one by one, so that there is no second buffer of them.
@@ -99,3 +108,4 @@ class LateSteps(OptimizerSteps):
             self._optimizer.step()
             for stepped, _ in some:
                 stepped.grad = None
+        self.version = Version(due.iteration)

@@ -24,6 +24,7 @@ from slipstream.runtime.model.state.parameter_groups import Groups, grouped
 from slipstream.runtime.model.state.part_state import PartState, placed, slice_of, untrained
 from slipstream.runtime.model.state.parts import Parts, Span, common
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, UndoableSteps
+from slipstream.runtime.model.state.version import Version
 
 
 class _Piece(NamedTuple):
@@ -84,15 +85,26 @@ class PartOptimizer(UndoableSteps):
         super().__init__(self._groups(self._pieces, config), config)
         self._late = LateSteps(self._groups(self._copies, config), config, [
             {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(BUFFERS)])
-        self._factor = 1.0
+        self._factor: float | None = 1.0
         """Of the last step."""
-        self.whole_after: int | None = None
-        """The iteration after which all elements of the parameters are as they should be; None: they are not."""
+        self.parameters = Version(-1, whole=False)
+        """Of all elements of the parameters, those that come from other workers, too."""
 
     @property
     def buffer(self) -> int:
         """Of the sums of copies' gradients, where those of the next step are to come."""
         return self._late.free
+
+    @property
+    def whole_after(self) -> int | None:
+        """The iteration after which all elements of the parameters are as they should be; None: they are not."""
+        return self.parameters.after if self.parameters.whole else None
+
+    @property
+    def cannot_undo(self) -> int:
+        """The last iteration whose step cannot be undone any more: a later one has been made, or that of copies has."""
+        return max(self._late.version.after if self._copies else -1,
+                   -1 if self.open_iteration is None else self.open_iteration - 1)
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
@@ -110,32 +122,52 @@ class PartOptimizer(UndoableSteps):
             found[piece.layer] += value
         return found
 
-    def step(self, iteration: int, factor: float = 1.0) -> None:
-        """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
-        self.whole_after, self._factor = None, factor
+    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+        """Step what is kept, by the parameters' gradients times `factor`; None: there is no step. Undoable from now on.
+        """
+        self.gathering(iteration)
+        self._factor = factor
         super().step(iteration, factor)
         self._late.step(iteration, factor)
 
+    def gathering(self, iteration: int) -> None:
+        """Elements of the parameters come from others, on the way to those after an iteration."""
+        self.parameters = Version(iteration, whole=False)
+
     def gathered(self, iteration: int) -> None:
         """All other elements of the parameters have come, as they are after an iteration."""
-        self.whole_after = iteration
+        self.parameters = Version(iteration)
 
     def undo(self) -> None:
         """Put what is stepped here back, bit for bit, to before the open step."""
         assert self.open_iteration is not None, "no step is open"
         self._late.undo(self.open_iteration)
+        self.gathering(self.open_iteration - 1)
         super().undo()
         self._round(self._pieces)
-        self.whole_after = None
 
     def go_back(self, committed: int) -> None:
         """See `UndoableSteps.go_back`: copies are then as their owners' parts."""
         super().go_back(committed)
         self._late.catch_up()
-        if self.whole_after != committed:
+        if self._copies:
+            self._late.version.require(committed, "the copies that this worker keeps of others' parts")
+        if self.parameters != Version(committed):
             with torch.no_grad():
                 for piece in self._copies:
                     piece.of_parameter().copy_(piece.stepped)
+
+    def as_after(self, iteration: int) -> None:
+        """What is kept is known to be the state after an iteration, whatever it was before."""
+        self.version = self._late.version = Version(iteration)
+
+    def require(self, after: int) -> None:
+        """Raise VersionError unless all that is kept is the state after an iteration."""
+        if self._pieces:
+            self.version.require(after, "what this worker keeps")
+        if self._copies:
+            self._late.catch_up()
+            self._late.version.require(after, "the copies that this worker keeps of others' parts")
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
         """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
@@ -153,10 +185,14 @@ class PartOptimizer(UndoableSteps):
                 tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
-        return PartState(layer, *span, tensors, state)
+        version = self._late.version if (layer, part) in self._copied else self.version
+        return PartState(layer, *span, tensors, state, version.after if version.whole else None)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """By what the elements of one part that is no copy were stepped last; mostly the tensors themselves."""
+        """By what the elements of one part that is no copy were stepped last; mostly the tensors themselves. Nothing
+        where there was no step."""
+        if self._factor is None:
+            return {}
         return {piece.name: piece.scaled(self._factor) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 

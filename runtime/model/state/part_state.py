@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from slipstream.runtime.model.layers.sharing import name_of
 from slipstream.runtime.model.state.parts import Elements, Span, common
+from slipstream.runtime.model.state.version import VersionError
 from slipstream.runtime.model.tensor_codec import decode, encode
 
 
@@ -25,6 +26,14 @@ class PartState(NamedTuple):
     tensors: Mapping[str, Tensor]
     state: bool = True
     """With the optimizer's state, else parameters alone."""
+    after: int | None = None
+    """The iteration that it is the state after; None: nobody has said."""
+
+    def require(self, after: int) -> None:
+        """Raise VersionError unless it is the state after this iteration."""
+        if self.after != after:
+            raise VersionError(f"a part of layer {self.layer} is that after iteration {self.after}; needed is that "
+                               f"after iteration {after}")
 
 
 def keep_whole(module: nn.Module, names: Collection[str]) -> None:
@@ -71,12 +80,12 @@ def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
     return tensor if tensor.dim() == 0 else tensor[wanted[0] - has[0]:wanted[1] - has[0]]
 
 
-def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> PartState:
-    """A layer's whole state (`whole`). Raises ValueError where that does not fit."""
+def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
+    """A layer's whole state (`whole`), which is that after an iteration. Raises ValueError where that does not fit."""
     mine = trained(module)
     part = PartState(layer, 0, elements_of(module).total, {
         key: tensor.reshape(-1) if name_of(key) in mine and tensor.shape == mine[name_of(key)].shape else tensor
-        for key, tensor in state.items()})
+        for key, tensor in state.items()}, after=after)
     require_fits(module, part)
     return part
 
@@ -146,14 +155,15 @@ def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
 
 def pack_parts(parts: Iterable[PartState]) -> bytes:
     """Parts as bytes, for `unpack_parts`."""
-    return b"".join(encode({f"{part.layer}/{part.start}/{part.stop}/{key}": tensor
+    return b"".join(encode({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
                             for part in parts for key, tensor in part.tensors.items()}))
 
 
 def unpack_parts(data: bytes) -> list[PartState]:
     """What `pack_parts` has packed."""
-    found: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+    found: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
     for name, tensor in decode(data).items():
-        layer, start, stop, key = name.split("/", 3)
-        found.setdefault((int(layer), int(start), int(stop)), {})[key] = tensor
-    return [PartState(*place, tensors) for place, tensors in found.items()]
+        layer, start, stop, after, key = name.split("/", 4)
+        found.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
+    return [PartState(layer, start, stop, tensors, after=after)
+            for (layer, start, stop, after), tensors in found.items()]

@@ -23,6 +23,7 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
 from slipstream.runtime.model.state.clipping import clip_factor, watches_gradients
 from slipstream.runtime.model.state.holding import Holding
+from slipstream.runtime.model.state.version import VersionError
 
 UNCLIPPED = 4
 """Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""
@@ -54,8 +55,8 @@ class Steps:
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
-        Called with each iteration whose step has been made for good, while the gradients are still those it was made
-        by.
+        Called with each iteration whose step has been made for good, or for which it is known that there is none, while
+        the gradients are still those it was made by.
     """
 
     def __init__(self, holding: Holding, config: TrainingConfig, *, layers: int, share: Share | None, staggered: bool,
@@ -94,7 +95,7 @@ class Steps:
             self.squares = self._holding.squares()
             self._holding.step(iteration)
             until_unread()
-            self._end(1.0)
+            self._end()
             return
         until_unread()  # there may be no step, and gradients are zero afterwards
         squares = self._holding.layer_squares()
@@ -109,6 +110,11 @@ class Steps:
             self._holding.step(iteration)
         else:
             self._take()
+
+    @property
+    def iteration(self) -> int:
+        """The one that has been stepped last, or is being stepped."""
+        return self._iteration
 
     def poll(self) -> None:
         """Validate the step if that can be done without waiting: before a forward. Raises CommunicationError.
@@ -135,14 +141,17 @@ class Steps:
         self.losses.append((self._iteration, loss))
         self._conclude(clip_factor(squares, self._config))
 
-    def go_back(self, committed: int, factor: float | None) -> None:
+    def go_back(self, committed: int, factor: float | None, *, known: bool = True) -> None:
         """After a failure: see to it that exactly the iterations up to `committed` have been stepped, for good.
 
-        `factor` is the one of that iteration, for the case that this worker has not heard of it. At most one step has
-        been made after it, by anyone. Gradients are zero afterwards.
+        `factor` is the one of that iteration, if it is `known`, for the case that this worker has not heard of it. At
+        most one step has been made after it, by anyone. Gradients are zero afterwards. Raises VersionError where this
+        cannot be done.
         """
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
+            if not known:
+                raise VersionError(f"nobody says how iteration {committed} was stepped")
             self._conclude(factor)
         self._holding.go_back(committed)
         self._sums, self._agreed = None, True
@@ -153,7 +162,7 @@ class Steps:
         right = self._guessed and factor == 1.0
         if self._guessed and not right:
             self._holding.undo()
-        if not right and factor is not None:
+        if not right:
             self._holding.step(self._iteration, factor)
         self._sums = None
         self.validated = self._iteration, factor
@@ -161,7 +170,7 @@ class Steps:
         self.wrong = self._others_guess and factor != 1.0
         if self._agreed:
             self.void = self.wrong
-        self._end(factor)
+        self._end()
 
     def when_validated(self, call: Callable[[], None]) -> None:
         """Call as soon as the last step is for good: now, or when it has been validated."""
@@ -170,9 +179,8 @@ class Steps:
         else:
             self._when_validated.append(call)
 
-    def _end(self, factor: float | None) -> None:
-        if factor is not None:
-            self._stepped(self._iteration)
+    def _end(self) -> None:
+        self._stepped(self._iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []
         for call in calls:

@@ -16,6 +16,7 @@ from slipstream.runtime.config import ConfigError, TrainingConfig
 from slipstream.runtime.model.object_reference import is_reference, load_reference
 from slipstream.runtime.model.state.learning_rate import is_scheduled, scale
 from slipstream.runtime.model.state.parameter_groups import Groups
+from slipstream.runtime.model.state.version import Version
 from slipstream.runtime.torch_private import copy_all
 
 Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
@@ -108,20 +109,28 @@ class UndoableSteps(OptimizerSteps):
         """Live tensors, each with its copy from before the open step."""
         self._spare: dict[int, tuple[Tensor, Tensor]] = {}
         """Those of the step before, by the ids of the live ones: memory for copies."""
+        self._stepped_open = False
+        """Whether there was anything to step by in the open step."""
         self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
         """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
         self.open_iteration: int | None = None
         """The iteration whose step can be undone."""
+        self.version = Version(-1)
+        """Of what is stepped, and its state."""
 
-    def step(self, iteration: int, factor: float = 1.0) -> None:
-        """Step with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
-        assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
+    def step(self, iteration: int, factor: float | None = 1.0) -> None:
+        """Step with the gradients times `factor`, which `.grad` then holds; None: there is no step. Undoable from now
+        on. Raises VersionError unless what is stepped is that after the iteration before."""
+        self.version.require(iteration - 1, "what is to be stepped")
+        self.open_iteration, self.version = iteration, Version(iteration, whole=False)
         self._spare = {id(pair[0]): pair for pair in self._saved}
-        self._saved, self._slots = [], {}
-        self.open_iteration = iteration
-        self._set_rates(iteration)
-        self._make_step(factor)
-        self._spare = {}
+        self._slots = {}
+        if factor is not None:
+            self._saved = []
+            self._set_rates(iteration)
+            self._make_step(factor)
+        self._stepped_open = factor is not None
+        self._spare, self.version = {}, Version(iteration)
 
     def _make_step(self, factor: float) -> None:
         self._save(self._stepped())
@@ -134,20 +143,26 @@ class UndoableSteps(OptimizerSteps):
     def undo(self) -> None:
         """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
         assert self.open_iteration is not None, "no step is open"
-        with torch.no_grad():
-            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
+        after = self.open_iteration - 1
+        self.version = Version(after, whole=False)
+        if self._stepped_open:
+            with torch.no_grad():
+                copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
         for parameter, before in self._slots.items():
             if before is not None:
                 self.states[parameter] = dict(before)
             elif parameter in self.states:
                 del self.states[parameter]
-        self.open_iteration = None
+        self.open_iteration, self.version = None, Version(after)
 
     def go_back(self, committed: int) -> None:
-        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
+        """Undo the open step where it is of a later iteration than the last committed one; else it is final. Raises
+        VersionError where that does not lead there."""
         if self.open_iteration is not None and self.open_iteration > committed:
             self.undo()
         self.commit()
+        if self._optimizer.param_groups and self._stepped():
+            self.version.require(committed, "what this worker keeps")
 
     def commit(self) -> None:
         """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""

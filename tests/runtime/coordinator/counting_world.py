@@ -52,12 +52,15 @@ class Unwritten(Writer, list):
 class World:
     """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
+    rules = RULES
+    answer = staticmethod(planned)
+    """To a question."""
     ends = ("no worker is left", "has no live worker left")
     """Of what a run says where all are dead, or have come too late for a new coordinator."""
 
     def __init__(self, rng, out, deadly) -> None:
         self.rng, self.out, self.deadly = rng, out, deadly
-        self.workers = {worker: Counting(worker, self) for worker in WORKERS}
+        self.workers = {worker: self.fresh(worker) for worker in WORKERS}
         self.checkpoints = [0]
         self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = self.partial = self.moved = 0
         self.fewest, self.now, self.refused, self.unfetched = len(WORKERS), 0.0, 0.02, 0.5
@@ -69,12 +72,15 @@ class World:
         self.state = self.started(None)
 
     def started(self, rejoining):
-        return begun(RULES, CommitLog(), self.now, rejoining)
+        return begun(self.rules, CommitLog(), self.now, rejoining)
 
     @property
     def taking_over(self):
         """The phase in which another coordinator looks for workers; None: it is over."""
         return self.state.phase if isinstance(self.state.phase, Rejoining) else None
+
+    may_restart = True
+    """Whether node 0 dies at all."""
 
     def stepped(self, order, iteration, worker, *, saves) -> None:
         """A worker that saves waits for all others' parts: all members of an order do so before the same step."""
@@ -93,7 +99,7 @@ class World:
         if isinstance(event, Finished) and event.order == self.state.order \
                 and self.state.members.difference(self.state.phase.finished) == {event.worker}:
             self.checkpoints.append(self.saving)
-        self.state, effects = transition(RULES, self.state, event, self.now)
+        self.state, effects = transition(self.rules, self.state, event, self.now)
         for effect in effects:
             match effect:
                 case Send():
@@ -101,7 +107,7 @@ class World:
                         self.send(worker, effect.message)
                 case Committed():
                     self.committed(effect, event)
-                    if self.rng.random() < 0.05:
+                    if self.rng.random() < 0.05 and self.may_restart:
                         self.restart()  # between a commit and its acknowledgement
                         return
                 case WentBack():
@@ -109,7 +115,7 @@ class World:
                 case Found():
                     self.took_over(effect)
                 case Question():
-                    answers.append(ScheduleFound(effect, planned(effect)))
+                    answers.append(ScheduleFound(effect, self.answer(effect)))
         for answer in answers:
             self.happens(answer)
 
@@ -220,8 +226,6 @@ class RankedWorld(World):
 
     def started(self, rejoining):
         self.reports = RankReports(RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
-        if not self.restarts:
-            self.workers = {worker: self.fresh(worker) for worker in WORKERS}
         return super().started(rejoining)
 
     def fresh(self, worker):

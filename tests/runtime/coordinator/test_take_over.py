@@ -71,6 +71,13 @@ def test_who_has_begun_an_order_cannot_go_back_beyond_its_beginning():
     assert found.committed == 6 and all(found.holds.values())
 
 
+@pytest.mark.parametrize("last", [None, 6, 7])
+def test_who_has_begun_the_next_step_cannot_undo_the_one_before(last):
+    """It has stepped 8, and not reported it: so all have reported 7, whatever node 0 has written of that."""
+    found = taking(last, known(7, begun=7), known(7, begun=2), known(7, begun=2)).found()
+    assert found.committed == 7 and all(found.holds.values())
+
+
 def test_lines_that_were_given_up_and_not_removed_yet_count_for_nothing():
     """All have gone back to 3; the file goes on to 50. What they were told of is taken from them."""
     found = taking(50, known(6, order=4, begun=3), known(5, order=4, begun=3)).found()

@@ -40,6 +40,8 @@ def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
 
 def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> LayerStore:
     """Have a store hold layers whole, with what it has received of them."""
+    if after == -1:
+        store.read(range(*layers), 0)
     total = sum(store.elements(layer).cut for layer in range(*layers))
     store.keep_parts({layers: cut(total, [LEFT], (), sharded=False)}, LEFT, after)
     return store

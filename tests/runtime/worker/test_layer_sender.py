@@ -18,7 +18,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     member, returned = team.members[LEFT], threading.Event()
 
     def give() -> None:
-        member.sender.give(2, 0, 1, member.store, lambda: None)
+        member.sender.give(2, -1, 1, member.store, lambda: None)
         returned.set()
 
     thread = threading.Thread(target=give, daemon=True)
@@ -29,7 +29,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
         stale.send(LayerRequest((whole(0),), 1))
         assert not returned.wait(0.05), "what was asked for an earlier order does not count"
         asking.send(LayerRequest((whole(0),), 2))
-        assert asking.receive()[0] == LayerPart(whole(0), 1)
+        assert asking.receive()[0] == LayerPart(whole(0), 0)
         thread.join(SOON)
         assert returned.is_set()
 

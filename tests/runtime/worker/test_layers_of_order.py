@@ -35,6 +35,9 @@ def part_of(store, order, wait_for_all=lambda: None, fetched=()):
 def test_no_layer_is_dropped_before_all_have_theirs():
     """The one that was to get it may not have taken it, and nobody else has it."""
     store, other = (hold(empty_store(tiny().training), layers=layers) for layers in ((0, 2), (2, 3)))
+    for one in (store, other):
+        one.holding.optimizer.as_after(0)
+        one.holding.gathered(0)
     order = Train(order=2, first_iteration=1, moves=(Move(OTHER, ONE, 0), Move(ONE, OTHER, 2)), fetch=0,
                   addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")
     fetched = other.holding.optimizer.own_states(2)

@@ -56,19 +56,19 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     assert store.ranges == (LAYERS,) and not store.holding.modules
     fetched = hold(store, committed).holding
     for iteration in range(committed + 1, committed + 3):
-        compare(store, member.store)
+        compare(store, member.store, iteration - 1)
         member.run(iteration, take=2)
         for mine, theirs in zip(fetched.gradients(), member.holding.gradients(), strict=True):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)
-    compare(store, member.store)
+    compare(store, member.store, committed + 2)
     fetched.optimizer.undo()
 
 
-def compare(one: LayerStore, other: LayerStore) -> None:
+def compare(one: LayerStore, other: LayerStore, after: int) -> None:
     for layer in range(*LAYERS):
-        mine, theirs = one.part_state(whole(layer)), other.part_state(whole(layer))
+        mine, theirs = one.part_state(whole(layer), after), other.part_state(whole(layer), after)
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor, theirs[name]), name

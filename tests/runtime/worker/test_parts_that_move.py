@@ -36,6 +36,7 @@ class Keeper:
         self.optimizer, self.sender = self.store.holding.optimizer, LayerSender("127.0.0.1", SECRET)
         layers = (LAYER, LAYER + 1)
         elements = elements_of(self.store.module(LAYER)).cut
+        self.store.read([LAYER], 0)
         self.store.keep_parts({layers: cut(elements, MEMBERS, (), sharded=True)}, MEMBERS[0], -1)
         self.optimizer = self.store.holding.optimizer
         self.parts = self.optimizer.kept[LAYER]
@@ -93,7 +94,7 @@ def test_parts_that_are_followed_are_the_same_bits(keeper, committed, request):
     found = {part.state: part for part in parts}
     assert found.keys() == {True, False}
     for state, span in ((True, own), (False, some)):
-        theirs = keeper.store.part_state(PartName(LAYER, *span, state))
+        theirs = keeper.store.part_state(PartName(LAYER, *span, state), committed)
         assert found[state][:3] == (LAYER, *span) and found[state].tensors.keys() == theirs.keys()
         assert any(key.startswith("optimizer.") for key in theirs) == state
         for name, tensor in theirs.items():
@@ -107,11 +108,12 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     keeper.run(0)
     keeper.go_back(0, 1)
     (own, ward), store = keeper.parts, empty_store(training)
+    store.read([LAYER], 0)
     store.receive([keeper.optimizer.part_state(LAYER, own), keeper.optimizer.part_state(LAYER, ward, state=False)])
     assert store.kept().parts == ((LAYER, *own),)
     half = PartName(LAYER, own[0] + 1, own[1] - 1, True)
     assert store.keeps(half) and not store.keeps(PartName(LAYER, *ward, True))
-    ours, theirs = store.part_state(half), keeper.store.part_state(half)
+    ours, theirs = store.part_state(half, 0), keeper.store.part_state(half, 0)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     store.receive(keeper.optimizer.kept_states())
     store.keep_parts({(LAYER, LAYER + 1): keeper.store.holding.cuts[LAYER, LAYER + 1]}, MEMBERS[0], 0)

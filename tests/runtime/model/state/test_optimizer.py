@@ -126,6 +126,7 @@ def test_layers_move_with_their_state(config) -> None:
         nn.init.zeros_(parameter)
     veteran.run(range(3))
     newcomer.optimizer.load([as_parts(newcomer.layers[4], 4, veteran.layer_state(4))])
+    newcomer.optimizer.as_after(2)
     veteran.run(range(3, 6))
     newcomer.run(range(3, 6))
     newcomer.optimizer.undo()

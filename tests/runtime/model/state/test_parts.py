@@ -11,7 +11,6 @@ from slipstream.runtime.config import ParameterGroup, TrainingConfig
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_optimizer import PartOptimizer
 from slipstream.runtime.model.state.part_state import (
-    PartState,
     as_parts,
     elements_of,
     keep_whole,
@@ -111,10 +110,10 @@ class Team:
 
     def keep(self, one, parts, after):
         self.cut, members = one, one.members
-        self.holdings = {worker: self.holdings.get(worker) or Holding(self.modules(), self.training)
-                         for worker in members}
+        self.holdings = {worker: self.holdings.get(worker) or Holding({}, self.training) for worker in members}
         for worker, holding in self.holdings.items():
-            holding.keep(holding.modules, {LAYERS: self.cut}, worker, parts, after)
+            holding.keep(holding.modules or self.modules(), {LAYERS: self.cut}, worker, parts, after,
+                         range(*LAYERS) if after == -1 else ())
 
     def run(self, iteration, factor=1.0):
         for holding in (self.whole, *self.holdings.values()):
@@ -138,7 +137,7 @@ class Team:
             holding.optimizer.gathered(iteration)
 
     def parts(self):
-        return [PartState(*part[:3], {key: tensor.clone() for key, tensor in part.tensors.items()})
+        return [part._replace(tensors={key: tensor.clone() for key, tensor in part.tensors.items()})
                 for holding in self.holdings.values() for part in holding.optimizer.kept_states()]
 
     def require_equal(self):
@@ -180,7 +179,7 @@ def test_who_is_left_steps_on_with_what_it_keeps(training, committed):
     for holding in (team.whole, *team.holdings.values()):
         holding.optimizer.go_back(committed)
     del team.holdings[Worker(1, 0)]
-    parameters = [PartState(*part[:3], part.tensors, state=False) for part in team.parts()]
+    parameters = [part._replace(state=False) for part in team.parts()]
 
     def places():
         flats = [flat for holding in team.holdings.values() for _, flat, _ in holding.flat_parameters()]

@@ -1,0 +1,292 @@
+"""A worker's process: the real main thread, generations, layers and steps, between scripted ends."""
+
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.state.followed_part import SteppedPart
+from slipstream.runtime.model.state.holding import build_holding, build_layer
+from slipstream.runtime.protocol.failure_injection import Injector
+from slipstream.runtime.protocol.node_reports import Reporter
+from slipstream.runtime.protocol.setup import Setup
+from slipstream.runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Ready, Saved
+from slipstream.runtime.protocol.to_worker import Leave, ReportCheckpoints
+from slipstream.runtime.replay.links import Links
+from slipstream.runtime.replay.nccl import Nccl
+from slipstream.runtime.worker.checkpointer import Checkpointer
+from slipstream.runtime.worker.context import WorkerContext
+from slipstream.runtime.worker.device_memory import DeviceMemory
+from slipstream.runtime.worker.layer_messages import LayerRequest, UpToDate
+from slipstream.runtime.worker.layer_receiver import LayerReceiver, ReceiverEvents, _Transfer
+from slipstream.runtime.worker.layer_sender import LayerSender
+from slipstream.runtime.worker.layer_store import LayerStore
+from slipstream.runtime.worker.main_thread import MainThread
+from slipstream.runtime.worker.order_threads import OrderThreads
+from tests.runtime.coordinator.counting_workers import PLACEMENT
+from tests.runtime.exact.fibers import Acting, Fiber, Lock, let_others_run, wait_until
+from tests.runtime.exact.wires import NcclEnd, ScriptedGloo
+
+CPU = torch.device("cpu")
+SECRET = SimpleNamespace()
+
+
+class Receiver:
+    """What asks a sender for layers, and what is on its way to it."""
+
+    def __init__(self, request) -> None:
+        self.request, self.asking, self.answered, self.closed, self.full = request, True, False, False, False
+        self.queue = deque()
+
+    @property
+    def pending(self) -> bool:
+        return not self.closed and bool(self.queue)
+
+
+class Server:
+    """As `runtime.worker.layer_server.LayerServer`."""
+
+    def __init__(self) -> None:
+        self.receivers = []
+
+    def asking(self):
+        return [one for one in self.receivers if one.asking and not one.closed]
+
+    def following(self):
+        return [one for one in self.receivers if one.answered and one.request.order is None and not one.closed]
+
+    def connections(self):
+        return []
+
+    def answer(self, receiver, states) -> None:
+        receiver.asking, receiver.answered = False, True
+        for message, state in states:
+            self.put(receiver, message, state)
+
+    def put(self, receiver, message, tensors=None) -> None:
+        receiver.queue.append((message, tensors or {}))
+
+    def drop(self, receiver) -> None:
+        receiver.closed = True
+        receiver.queue.clear()
+
+
+class Sender(LayerSender):
+    def __init__(self, worker) -> None:
+        self._server, self.address = Server(), (str(worker), 1)
+
+    def sockets(self):
+        return frozenset()
+
+
+class Transfer(_Transfer):
+    """One fetch, from senders of this world."""
+
+    world = None
+
+    def _receive(self, source, sender) -> None:
+        try:
+            let_others_run()
+            process = self.world.workers.get(source)
+            if process is None:
+                raise ConnectionError("it is gone")
+            one = Receiver(LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.order))
+            process.sender._server.receivers.append(one)
+            while not self._over:
+                wait_until(lambda: one.queue or one.closed or self._over or process.killed)
+                if one.queue:
+                    message, tensors = one.queue[0]
+                    self._apply(source, message, {key: tensor.clone() for key, tensor in tensors.items()})
+                    one.queue.popleft()
+                    if not one.queue:
+                        self._apply(source, UpToDate(), {})
+                elif not self._over and (one.closed or process.killed):
+                    raise ConnectionError("it is gone")
+            one.closed = True
+        except Exception as error:
+            self._break(f"fetching layers from worker {source} failed: {error}")
+
+
+class Told(ReceiverEvents):
+    def __init__(self, process) -> None:
+        self._process = process
+
+    def up_to_date(self, fetch) -> None:
+        self._process.say(FetchUpToDate(self._process.worker, fetch.number))
+
+    def failed(self, fetch) -> None:
+        self._process.say(FetchFailed(self._process.worker, fetch.number))
+
+
+class Saving(Checkpointer):
+    """Keeps checkpoints in the memory of the world: one of all layers is complete."""
+
+    def __init__(self, process, sharing) -> None:
+        self.process, self._every, self._first, self._damaged = process, process.world.every, 0, set()
+        self._sharing = sharing
+
+    def save(self, iteration, copied, require=lambda: None) -> None:
+        states = copied()
+        self.process.world.save(iteration, states)
+        if states:
+            self.process.say(Saved(self.process.worker, iteration, 0.0))
+
+    def save_last(self, order, copied) -> None:
+        self.save(order.first_iteration, copied)
+
+    def go_back(self, iteration) -> None:
+        self.process.world.drop_saved(iteration)
+
+    def iterations(self):
+        return tuple(sorted({0, *self.process.world.complete()} - self._damaged))
+
+    def load(self, iteration, layers):
+        if iteration == 0:
+            return {}
+        saved = self.process.world.disk_of.get(iteration, {})
+        if not set(layers) <= saved.keys():
+            self._damaged.add(iteration)
+            raise CheckpointError("it is gone")
+        return {layer: {key: tensor.clone() for key, tensor in saved[layer].items()} for layer in layers}
+
+
+class Threads(OrderThreads):
+    def __init__(self, process) -> None:
+        super().__init__(process.failed)
+        self._finishing, self._process = Lock(), process
+
+    def begin(self, device, name, work):
+        return Fiber(self._process, work)
+
+
+class Main(MainThread):
+    """The real handling of messages."""
+
+    def __init__(self, process, context, channel) -> None:
+        self._worker, self._channel, self._context = process.worker, channel, context
+        self._threads, self._generation, self._finish_order, self._down = Threads(process), None, None, ()
+        self._assigned, self._contents, self._losses = None, {}, {}
+
+
+class Process:
+    """One worker, from its start to its death."""
+
+    def __init__(self, worker, world) -> None:
+        self.worker, self.world, self.fibers, self.killed = worker, world, [], False
+        self.said, self.inbox = deque(), deque()
+        self.following = True
+        """Whether its coordinator lives."""
+        config, training = world.config, world.config.training
+        model = model_for(config.model, training.seed, parameter_dtype(training), CPU)
+        sharing, build = sharing_of(model), partial(build_layer, model, config=training)
+        setup = Setup(first_iteration=0, iterations=training.iterations, traced=0, nodes=1, transport="gloo",
+                      device="cpu", store=None, cuts=PLACEMENT.cuts, columns=(), forms=(), loss_scale=1.0,
+                      microbatches=world.microbatches, failure_domains=(), heartbeat_timeout_seconds=1.0,
+                      checkpoint_every=world.every)
+        channel = SimpleNamespace(send=self.say, setup=setup)
+        self.host, self.nccl_ends = ScriptedGloo(world.wires), []
+        links = Links("gloo")
+        links.host = self.host
+        links.backend = Nccl(self._nccl_end) if world.nccl else self.host
+        links.backends = (self.host, links.backend) if world.nccl else (self.host,)
+        checkpointer, passed = Saving(self, sharing), world.forms
+        store = LayerStore(build, checkpointer.load, build_holding(model, (), training), CPU)
+        injector = Injector((), lambda _: None)
+        injector.at = let_others_run
+        receiver = LayerReceiver(store.module, partial(SteppedPart, config=training, device=CPU, sharing=sharing),
+                                 CPU, SECRET, Told(self))
+        kind = type("Transfer", (Transfer,), {"world": world})
+        receiver._begin = partial(kind, **receiver._begin.keywords)
+        self.sender = Sender(worker)
+        self.context = WorkerContext(
+            worker=worker, group=None, channel=channel, reporter=Reporter(0, self.say, None), store=world.store,
+            links=links, setup=setup, config=config, out="", device=CPU, model=model, sharing=sharing,
+            placement=PLACEMENT, corpus=world.corpus, validation=None, forms=[passed[cut] for cut in PLACEMENT.cuts],
+            layer_store=store, memory=DeviceMemory(worker, CPU), injector=injector, checkpointer=checkpointer,
+            layer_sender=self.sender, layer_receiver=receiver)
+        self.main = Main(self, self.context, channel)
+        self.say(self.ready(None))
+
+    @property
+    def order(self):
+        """Its order; None where it has none, and can be forgotten."""
+        return self.main._generation or self.main._finish_order
+
+    def _nccl_end(self, store, prefix, rank, size, timeout, directed):
+        end = NcclEnd(self.world.wires, ("nccl", id(store), prefix), rank, size)
+        self.nccl_ends.append(end)
+        return end
+
+    def ready(self, known):
+        return Ready(self.worker, "corpus", (self.sender.address,), None, known)
+
+    def say(self, message) -> None:
+        if self.following and not self.killed:
+            self.said.append(message)
+
+    def failed(self, error) -> None:
+        raise error
+
+    def hear(self) -> None:
+        message = self.inbox.popleft()
+        Acting.process = self
+        if isinstance(message, Leave):
+            self.world.workers.pop(self.worker)
+            self.kill()
+        elif isinstance(message, ReportCheckpoints):
+            self.say(Checkpoints(self.worker, self.context.checkpointer.iterations()))
+        else:
+            self.main._handle(message)
+
+    def can(self):
+        """What may happen to it next, by the name of the method."""
+        generation = self.main._generation
+        if not self.following:
+            if generation is None or generation.paused:
+                yield "follow_another"
+        elif self.said:
+            yield "is_heard"
+        if self.inbox:
+            yield "hear"
+        if any(one.ready() for one in self.fibers):
+            yield "step"
+
+    def is_heard(self) -> None:
+        self.world.happens(self.said.popleft())
+
+    def step(self) -> None:
+        """One of its threads runs on."""
+        Acting.process = self
+        self.world.rng.choice([one for one in self.fibers if one.ready()]).resume()
+
+    def lose_coordinator(self) -> None:
+        Acting.process = self
+        self.inbox.clear()
+        self.said.clear()
+        self.following = False
+        if self.main._generation is not None:
+            self.main._generation.end()
+        self.context.layer_receiver.drop(2**62)
+
+    def follow_another(self) -> None:
+        generation, self.following = self.main._generation, True
+        known = self.main._known() if generation is not None or self.main._finish_order is not None or \
+            self.main._losses or self.context.layer_store.holding.modules else None
+        self.main._contents.clear()
+        object.__setattr__(self.context, "store", self.world.store)
+        self.say(self.ready(known))
+
+    def kill(self) -> None:
+        """The process is gone, whatever it was at."""
+        self.killed = True
+        for end in self.host.ends:
+            end.broken = True
+        for end in self.nccl_ends:
+            end.broken = True
+        while self.fibers:
+            self.fibers[0].resume()
+

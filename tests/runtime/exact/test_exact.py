@@ -1,0 +1,61 @@
+"""Whoever dies, at whatever moment, each loss and each parameter is that of one process: by seeds, in virtual time."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from slipstream.runtime.errors import RunError
+from tests.runtime.exact.fibers import patched
+from tests.runtime.exact.world import ExactWorld, small
+
+CONFIGS = {"whole": small(), "sharded": small(shard_optimizer=True),
+           "clipped": small(shard_optimizer=True, clip_norm=1.0)}
+RARE, OFTEN = 0.0004, 0.001
+"""Of deaths, whenever something happens."""
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with patched():
+        yield
+    torch.set_num_threads(before)
+
+
+def play(seed: int, name: str, folder, *, nccl: bool) -> ExactWorld:
+    """One run, to its end, or to where nobody is left. Raises Deviation."""
+    rng = random.Random(seed)
+    world = ExactWorld(rng, folder / f"{seed}-{name}-{nccl}.jsonl", CONFIGS[name], nccl=nccl,
+                       every=rng.choice([0, 3, 4]), deadly=rng.choice([0.0, RARE, OFTEN]),
+                       restarts=rng.choice([0.0, RARE, OFTEN]))
+    try:
+        world.play()
+    except RunError as error:
+        assert not world.workers and any(reason in str(error) for reason in world.ends), (seed, error)
+        return world
+    world.check_end()
+    return world
+
+
+@pytest.mark.parametrize(("name", "nccl", "seeds"), [
+    ("sharded", True, [10, *range(3)]), ("clipped", False, [6, *range(3)]), ("clipped", True, [12, *range(3)]),
+    ("whole", False, range(2))])
+def test_numbers_are_those_of_one_process(name, nccl, seeds, tmp_path):
+    """Among these: a worker has begun a step of which it has not reported when node 0 dies; copies of others' parts
+    have been stepped early, for a checkpoint, when node 0 dies; an abort fills parameters that are being gathered."""
+    seen = Counter()
+    for seed in seeds:
+        world = play(seed, name, tmp_path, nccl=nccl)
+        seen.update(deaths=world.deaths, restarts=world.restarts, saved=world.saved)
+    assert seen["deaths"] and seen["saved"], seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_numbers_are_those_of_one_process_whoever_dies(name, nccl, tmp_path):
+    for seed in range(1000, 1060):
+        play(seed, name, tmp_path, nccl=nccl)

@@ -1,0 +1,327 @@
+"""A scripted transport: process groups whose transfers arrive when the seed says so, with the manners of gloo or NCCL.
+
+Gloo: transfers are matched by tag, what was sent may be on its way when its sender dies, and an error comes to whoever
+waits for one that is gone. NCCL: calls are matched by their order, nobody hears of a death, and an abort lets what was
+under way end as if all were well, with NaN in all that it should have filled.
+"""
+
+from collections import defaultdict, deque
+from contextlib import nullcontext
+
+import torch
+
+from slipstream.runtime.replay.gloo import SHUT
+from tests.runtime.exact.fibers import let_others_run, wait_until
+
+
+class Wires:
+    """All groups of a run, and what may arrive next."""
+
+    def __init__(self, rng) -> None:
+        self.rng, self.rooms, self.arriving = rng, {}, []
+
+    def room(self, key, size):
+        return self.rooms.setdefault(key, [None] * size)
+
+    def arrives(self) -> None:
+        """Something does, if anything is on its way."""
+        if self.arriving:
+            place = self.rng.randrange(len(self.arriving))
+            self.arriving[place], self.arriving[-1] = self.arriving[-1], self.arriving[place]
+            self.arriving.pop()()
+
+
+class Store(dict):
+    """That of one coordinator: keys."""
+
+    def set(self, key, value) -> None:
+        self[key] = value
+
+    def get(self, key):
+        return self[key]
+
+    def compare_set(self, key, expected, desired) -> bytes:
+        return self.setdefault(key, desired.encode())
+
+    def add(self, key, amount) -> int:
+        self[key] = self.get_number(key) + amount
+        return self[key]
+
+    def get_number(self, key) -> int:
+        return dict.get(self, key, 0)
+
+    def check(self, keys) -> bool:
+        return all(key in self for key in keys)
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+
+class Work:
+    """A transfer of one member."""
+
+    def __init__(self, group, tensors, peers) -> None:
+        self.group, self.tensors, self.peers, self.done = group, tensors, peers, False
+
+    def failed(self) -> bool:
+        return self.group.broken or any(one is None or one.broken for one in self.peers())
+
+    def wait(self) -> bool:
+        if not self.done:
+            wait_until(lambda: self.done or self.failed())
+        if not self.done:
+            raise RuntimeError("a connection was closed")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+class GlooEnd:
+    """One member's end of a group over gloo."""
+
+    def __init__(self, wires, room, rank) -> None:
+        self.wires, self.room, self.rank, self.broken = wires, room, rank, False
+        self.sent, self.wanted = defaultdict(deque), defaultdict(deque)
+        self.sums = []
+
+    def send(self, tensors, target, tag):
+        self._require()
+        work = Work(self, [tensors[0].clone()] if self.wires.rng.random() < 0.5 else tensors,
+                    lambda: [self.room[target]])
+        other = self.room[target]
+        if work.tensors is not tensors:
+            work.done = not other.broken
+        if not other.broken:
+            other._came(self.rank, tag, work)
+        return work
+
+    def recv(self, tensors, source, tag):
+        self._require()
+        work = Work(self, tensors, lambda: [self.room[source]])
+        came = self.sent[source, tag]
+        if came:
+            self._match(came.popleft(), work)
+        else:
+            self.wanted[source, tag].append(work)
+        return work
+
+    def allreduce(self, tensors):
+        self._require()
+        work = Work(self, tensors, lambda: self.room)
+        self.sums.append(work)
+        place, all_of = len(self.sums) - 1, self.room
+        if all(one is not None and len(one.sums) > place for one in all_of):
+            works = [one.sums[place] for one in all_of]
+            total = sum(one.tensors[0].clone() for one in works)
+            for one in works:
+                self.wires.arriving.append(lambda one=one: self._put(one, total))
+        return work
+
+    def _came(self, source, tag, work) -> None:
+        waits = self.wanted[source, tag]
+        if waits:
+            self._match(work, waits.popleft())
+        else:
+            self.sent[source, tag].append(work)
+
+    def _match(self, sent, wanted) -> None:
+        def arrive() -> None:
+            if wanted.group.broken or (sent.group.broken and self.wires.rng.random() < 0.5):
+                return
+            with torch.no_grad():
+                wanted.tensors[0].copy_(sent.tensors[0])
+            sent.done = wanted.done = True
+
+        self.wires.arriving.append(arrive)
+
+    def _put(self, work, total) -> None:
+        if not work.failed():
+            with torch.no_grad():
+                work.tensors[0].copy_(total)
+            work.done = True
+
+    def _require(self) -> None:
+        let_others_run()
+        if self.broken:
+            raise RuntimeError(SHUT)
+
+
+class ScriptedGloo:
+    """As `runtime.replay.gloo.Gloo`, of one process."""
+
+    ordered = False
+
+    def __init__(self, wires) -> None:
+        self.wires, self.ends, self.aborts = wires, [], 0
+
+    def making(self, spared):
+        return nullcontext()
+
+    def group(self, meeting):
+        aborts, room = self.aborts, self.wires.room(("gloo", id(meeting.store), meeting.prefix), meeting.size)
+        end = room[meeting.rank] = GlooEnd(self.wires, room, meeting.rank)
+        self.ends.append(end)
+        wait_until(lambda: self.aborts > aborts or all(one is not None for one in room))
+        if self.aborts > aborts or any(one.broken for one in room):
+            end.broken = True
+            raise RuntimeError("a member was not met")
+        return end
+
+    def reuse(self, group) -> None:
+        pass
+
+    def abort(self, groups) -> None:
+        self.cut()
+
+    def cut(self):
+        self.aborts += 1
+        for end in self.ends:
+            end.broken = True
+        self.ends = []
+        return frozenset()
+
+    def lost(self, group):
+        return SHUT if group.broken else None
+
+    def over(self, groups) -> bool:
+        return True
+
+    def close(self, groups) -> None:
+        pass
+
+
+class Call(Work):
+    """What is under way over NCCL: its `wait` is that of a stream."""
+
+    def __init__(self, group, name, given, filled) -> None:
+        super().__init__(group, given, lambda: ())
+        self.name, self.filled, self.matched = name, filled, False
+
+    def wait(self) -> bool:
+        if not self.done:
+            wait_until(lambda: self.done)
+        return True
+
+
+class NcclEnd:
+    """One member's end of a communicator: both an `NcclGroup` and the group within."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, wires, key, rank, size) -> None:
+        self.wires, self.rank, self.size, self.broken, self.group = wires, rank, size, False, self
+        self.room, self.calls, self.first = wires.room(key, size), [], 0
+        self.room[rank] = self
+
+    def connect(self) -> None:
+        wait_until(lambda: self.broken or all(one is not None for one in self.room))
+        if self.broken:
+            raise RuntimeError("it was aborted")
+        if any(one.broken for one in self.room):  # which nobody hears
+            wait_until(lambda: self.broken)
+            raise RuntimeError("it was aborted")
+
+    def wait_for_device(self, work) -> None:
+        work.wait()
+
+    def error(self):
+        lost = any(one is not None and one.broken for one in self.room) and any(not one.done for one in self.calls)
+        return "a member is gone" if lost else None
+
+    def abort(self) -> None:
+        self.broken = True
+        for call in self.calls:
+            if not call.done:
+                self._end(call, None)
+
+    def _end(self, call, results) -> None:
+        with torch.no_grad():
+            for place, tensor in enumerate(call.filled):
+                if results is None:
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+                else:
+                    tensor.copy_(results[place].view_as(tensor))
+        call.done = True
+
+    def _begin(self, name, given, filled):
+        let_others_run()
+        if self.broken:
+            raise RuntimeError("it was aborted")
+        call = Call(self, name, given, filled)
+        self.calls.append(call)
+        self._look()
+        return call
+
+    def _look(self) -> None:
+        """Match the calls that all have come to."""
+        while True:
+            turn = [None if one is None else one.calls[one.first] if one.first < len(one.calls) else None
+                    for one in self.room]
+            if any(one is None for one in turn) or any(one.broken for one in self.room):
+                return
+            results = _carried_out(turn)
+            for rank, (call, found) in enumerate(zip(turn, results, strict=True)):
+                self.room[rank].first += 1
+                self.wires.arriving.append(lambda call=call, found=found: self._arrive(call, found))
+
+    def _arrive(self, call, found) -> None:
+        end = call.group
+        if call.done:
+            return
+        place = end.calls.index(call)
+        if any(not one.done for one in end.calls[:place]):  # in their order
+            self.wires.arriving.append(lambda: self._arrive(call, found))
+        elif all(not one.broken for one in self.room) or self.wires.rng.random() < 0.5:
+            self._after(call, found)
+
+    def _after(self, call, found) -> None:
+        self._end(call, found)
+        end = call.group
+        while end.calls and end.first and end.calls[0].done:
+            end.calls.pop(0)
+            end.first -= 1
+
+    def send(self, tensors, target, tag):
+        return self._begin("pair", [tensors[0].detach().clone()], [])
+
+    def recv(self, tensors, source, tag):
+        return self._begin("pair", None, tensors)
+
+    def allreduce(self, tensors, options=None):
+        return self._begin("sum", tensors, tensors)
+
+    def broadcast(self, tensor, root):
+        return self._begin(("broadcast", root), [tensor], [tensor])
+
+    def _allgather_base(self, output, input):
+        return self._begin("gather", [input.clone()], [output])
+
+    def _reduce_scatter_base(self, output, input, options=None):
+        return self._begin("scatter", [input], [output])
+
+    def alltoall_base(self, output, input, takes, gives):
+        return self._begin("all to all", (input, takes, gives), [output])
+
+
+def _carried_out(calls):
+    """The results of one call of all members: for each, those of the tensors that it fills."""
+    names = {call.name for call in calls}
+    assert len(names) == 1, f"they do not agree on what is next: {names}"
+    name = names.pop()
+    if name == "pair":
+        assert [call.tensors is None for call in calls].count(True) == 1, "one sends, one receives"
+        (sent,) = next(call.tensors for call in calls if call.tensors is not None)
+        return [[sent] if call.filled else [] for call in calls]
+    if name == "all to all":
+        parts = [call.tensors[0].clone().split(call.tensors[2]) for call in calls]
+        return [[torch.cat([mine[rank] for mine in parts])] for rank in range(len(calls))]
+    given = [call.tensors[0].detach().clone() for call in calls]
+    if name == "sum":
+        return [[sum(given)]] * len(calls)
+    if name == "gather":
+        return [[torch.cat([one.flatten() for one in given])]] * len(calls)
+    if name == "scatter":
+        return [[part] for part in sum(given).view(len(calls), -1)]
+    return [[given[name[1]]]] * len(calls)
+

@@ -1,0 +1,179 @@
+"""A run of the real coordinator with real workers that train: whoever dies, each number is that of one process."""
+
+import functools
+
+import torch
+
+from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.run_state import Left, Rules, begun
+from slipstream.runtime.coordinator.settling import Cost
+from slipstream.runtime.coordinator.transition import Look
+from slipstream.runtime.model.computing.forms import forms
+from slipstream.runtime.model.data.data import load_corpus
+from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype
+from slipstream.runtime.model.state.clipping import watches_gradients
+from slipstream.runtime.model.state.holding import build_holding
+from slipstream.runtime.model.state.part_state import elements_of
+from tests.runtime.coordinator.counting_workers import ITERATIONS, PLACEMENT
+from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
+from tests.runtime.exact.process import CPU, Process
+from tests.runtime.exact.wires import Store, Wires
+from tests.runtime.failing import WIDE
+from tests.runtime.running import judge
+
+TOLERANCE = 1e-12
+MOST = 4
+"""Deaths of workers in a run, and of node 0: else it would never end."""
+BACK = 0.001
+"""How likely a worker that has died is back whenever something happens."""
+ROUNDS = 60_000
+"""Things that happen, at most: far more than a run takes."""
+
+
+def small(**training):
+    """A model whose ops take microseconds."""
+    model = {"name": "tests.runtime.exact_parallel:Exact", "blocks": 2, "width": 4, "context": 4, "vocabulary": 256}
+    return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS,
+                                    "learning_rate": 0.05, **training})
+
+
+@functools.cache
+def setting(config):
+    """What is the same in all runs of a configuration."""
+    training = config.training
+    model = model_for(config.model, training.seed, parameter_dtype(training), CPU)
+    modules = build_holding(model, range(model.layers), training).modules
+    partition = Partition([elements_of(one) for one in modules.values()], PLACEMENT, (), training.shard_optimizer) \
+        if training.shard_optimizer else None
+    rules = Rules(first=FIRST, iterations=range(ITERATIONS), placement=PLACEMENT, prepared=ANSWERING.prepared,
+                  settles=Cost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
+                  partition=partition)
+    oracle = judge(config, WIDE.microbatches, ITERATIONS)
+    return rules, load_corpus(config, WIDE.microbatches), forms(model, config), oracle
+
+
+class Deviation(AssertionError):
+    """A number that is not that of one process."""
+
+
+class ExactWorld(World):
+    """One run; `deaths` and `restarts` are how likely these are whenever something happens."""
+
+    def __init__(self, rng, out, config, *, nccl, every, deadly, restarts) -> None:
+        self.config, self.nccl, self.every, self.restarting = config, nccl, every, restarts
+        self.rules, self.corpus, self.forms, self.oracle = setting(config)
+        self.microbatches = WIDE.microbatches
+        self.wires, self.store, self.disk_of, self.history = Wires(rng), Store(), {}, []
+        self.checked = 0
+        super().__init__(rng, out, deadly)
+
+    def started(self, rejoining):
+        return begun(self.rules, CommitLog(validates=watches_gradients(self.config.training)), self.now, rejoining)
+
+    def fresh(self, worker):
+        return Process(worker, self)
+
+    def note(self, what) -> None:
+        self.history.append(what)
+
+    def committed(self, one, report) -> None:
+        right = self.oracle.losses[one.iteration]
+        if not abs(one.loss - right) <= TOLERANCE:
+            raise Deviation(f"the loss of iteration {one.iteration} is {one.loss!r}, right is {right!r}")
+        self.checked += 1
+        self.losses.write(one.iteration, one.loss, 0.1, 0.0)
+
+    def save(self, iteration, states) -> None:
+        self.disk_of.setdefault(iteration, {}).update(states)
+        self.saved += bool(states)
+
+    def complete(self):
+        return [iteration for iteration, layers in self.disk_of.items() if len(layers) == PLACEMENT.layers]
+
+    def drop_saved(self, iteration) -> None:
+        for newer in [one for one in self.disk_of if one > iteration]:
+            del self.disk_of[newer]
+
+    def happens(self, event) -> None:
+        order = self.state.order
+        super().happens(event)
+        if self.state.order != order:
+            self.note(f"order {self.state.order} from iteration {self.state.log.next_iteration}, "
+                      f"{len(self.state.members)} members")
+
+    def kill(self, worker) -> None:
+        if self.deaths == MOST:
+            return
+        self.note(f"{worker} dies")
+        process = self.workers[worker]
+        process.kill()
+        super().kill(worker)
+
+    @property
+    def may_restart(self) -> bool:
+        return self.restarts < MOST and self.restarting > 0
+
+    def restart(self) -> None:
+        self.note("node 0 dies")
+        self.store = Store()
+        super().restart()
+
+    def forget(self, worker) -> None:
+        if self.workers[worker].order is not None:
+            self.workers[worker].kill()
+        super().forget(worker)
+
+    def act(self) -> None:
+        """One thing happens, of all that may."""
+        rng = self.rng
+        if rng.random() < self.deadly and self.workers:
+            self.kill(rng.choice([*self.workers]))
+        if rng.random() < self.restarting and self.may_restart:
+            self.restart()
+        for worker in WORKERS:
+            if worker not in self.workers and rng.random() < BACK:
+                self.note(f"{worker} is back")
+                self.workers[worker] = self.fresh(worker)
+        can = [(one, does) for one in self.workers.values() for does in one.can()]
+        can += [(self.wires, "arrives")] * (2 * bool(self.wires.arriving))
+        if can:
+            one, does = rng.choice(can)
+            getattr(one, does)()
+        self.now += 0.02
+        if not can or rng.random() < 0.02:
+            self.now += 0.0 if can else 0.5
+            self.write(len(self.unwritten) * (self.disk.random() < 0.1))
+            if self.taking_over is None or self.taking_over.known:
+                self.happens(Look())
+
+    def play(self) -> None:
+        """To the end. Raises Deviation."""
+        try:
+            for _ in range(ROUNDS):
+                self.act()
+                if isinstance(self.state.phase, Left):
+                    break
+            else:
+                raise AssertionError("the run hangs")
+        finally:
+            for process in self.workers.values():
+                process.kill()
+
+    @property
+    def parameters(self):
+        """Of the last checkpoint."""
+        return {f"{layer}.{key.removeprefix('model.')}": tensor
+                for layer, state in self.disk_of[self.state.log.next_iteration].items()
+                for key, tensor in state.items() if key.startswith("model.")}
+
+    def check_end(self) -> None:
+        """All iterations have been run, and the parameters are those of one process."""
+        assert self.checked >= ITERATIONS
+        if self.state.log.next_iteration not in self.complete():
+            return
+        for name, right in self.oracle.parameters.items():
+            found = self.parameters[name].view_as(right)
+            if not torch.allclose(found, right, rtol=0, atol=TOLERANCE):
+                raise Deviation(f"parameter {name} is off by {(found - right).abs().max()}")
