@@ -15,7 +15,7 @@ from slipstream.runtime.coordinator.questions import (
     ScheduleFound,
     SchedulerAtSpeeds,
 )
-from slipstream.runtime.coordinator.speed_planning import SpeedAnswer, SpeedQuestion, SpeedsPlanned, answer_to
+from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.errors import RunError, first_line
 from slipstream.runtime.events import PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
@@ -168,17 +168,17 @@ class ScheduleService:
         """Have it decided what to do at these speeds."""
         plan = self._planner_at_speeds(question)
 
-        def work() -> tuple[SpeedAnswer, Prepared | None]:
-            answer = answer_to(question, plan)
-            other = answer.decision.schedule
-            return answer, None if other is None else self._prepare(other)
+        def work() -> tuple[Decision, Prepared | None]:
+            decision = answer_to(question, plan)
+            other = decision.schedule
+            return decision, None if other is None else self._prepare(other)
 
-        def decided(found: tuple[SpeedAnswer, Prepared | None] | BaseException) -> None:
+        def decided(found: tuple[Decision, Prepared | None] | BaseException) -> None:
             if not isinstance(found, BaseException):
-                answer, prepared = found
-                if answer.decision.schedule is not None and prepared is not None:
-                    self._has_prepared(answer.decision.schedule, prepared)
-            self._found(SpeedsPlanned(question, found if isinstance(found, BaseException) else answer))
+                decision, prepared = found
+                if decision.schedule is not None and prepared is not None:
+                    self._has_prepared(decision.schedule, prepared)
+            self._found(SpeedsPlanned(question, found if isinstance(found, BaseException) else decision))
 
         self._background(work, decided, awaited=False)
 

@@ -186,14 +186,13 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         """What was asked has been answered."""
         if planned.question is not self.asked:
             return self
-        new, answer = replace(self, answered=True), planned.answer
-        if isinstance(answer, BaseException):
-            return new._telling(NOTHING, iteration, to, str(answer) or type(answer).__name__)
-        decision = answer.decision
+        new, decision = replace(self, answered=True), planned.answer
+        if isinstance(decision, BaseException):
+            return new._telling(NOTHING, iteration, to, str(decision) or type(decision).__name__)
         new = replace(new, present_seconds=decision.present_seconds)
         if decision.schedule is not None:
             return replace(new, decision=decision)
-        return new._telling(decision, iteration, to, answer.reason) if self.news or answer.reason is not None else new
+        return new._telling(decision, iteration, to, decision.reason) if self.news or decision.reason else new
 
     def _as_planned(self, present: Schedule) -> bool:
         """Whether the present schedule is one for the speeds that are known."""

@@ -33,6 +33,8 @@ class Decision(NamedTuple):
     left_out: tuple[Worker, ...] = ()
     with_them_seconds: float = 0.0
     """The period with those who are left out."""
+    reason: str | None = None
+    """Why there is no schedule for these speeds."""
 
 
 class SpeedQuestion(NamedTuple):
@@ -44,29 +46,21 @@ class SpeedQuestion(NamedTuple):
     speeds: Speeds
 
 
-class SpeedAnswer(NamedTuple):
-    """What to do."""
-
-    decision: Decision
-    reason: str | None = None
-    """Why there is no schedule for these speeds."""
-
-
 class SpeedsPlanned(NamedTuple):
     """The answer to a question, or what planning has raised."""
 
     question: SpeedQuestion
-    answer: SpeedAnswer | BaseException
+    answer: Decision | BaseException
 
 
-def answer_to(question: SpeedQuestion, plan: SchedulerAtSpeeds) -> SpeedAnswer:
+def answer_to(question: SpeedQuestion, plan: SchedulerAtSpeeds) -> Decision:
     """What to do about workers of other speeds. Raises what `plan` raises, but NoScheduleError."""
     present, speeds = question.present, question.speeds
     try:
-        return SpeedAnswer(decide(present, speeds, plan))
+        return decide(present, speeds, plan)
     except NoScheduleError as error:
         before = period_at(present, dict(speeds))
-        return SpeedAnswer(Decision(None, before, before), reason=str(error) or type(error).__name__)
+        return Decision(None, before, before, reason=str(error) or type(error).__name__)
 
 
 def rounded(factor: float) -> float:
