@@ -64,7 +64,7 @@ class StageBench:
         self._config = config
         self._data = data
         self._device = device
-        self._rounds = 0
+        self._rounds = self._steps = 0
         self._given: Packed | None = None
         """Instead of what data give."""
 
@@ -150,8 +150,8 @@ class StageBench:
     def _step(self) -> None:
         if watches_gradients(self._config.training):
             self._holding.optimizer.squares()
-        self._holding.optimizer.step(self._rounds)
-        self._rounds += 1
+        self._holding.optimizer.step(self._steps)
+        self._steps += 1
         self._holding.zero_gradients()
 
     def _like(self, form: Form, number: float = 0.5) -> Value:
