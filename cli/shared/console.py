@@ -19,7 +19,18 @@ from rich.console import Console, ConsoleOptions
 from rich.rule import Rule
 
 
-class _StandardError(Console):
+class _Words(Console):
+    """In a terminal, lines end between words; but the terminal folds where a long path has no room in one."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As Rich's own."""
+        if self.is_terminal and how.get("soft_wrap") and all(
+                len(word) <= self.width for one in objects for word in str(one).split()):
+            how = {**how, "soft_wrap": False}
+        super().print(*objects, **how)
+
+
+class _StandardError(_Words):
     """Where nobody reads it any more, as when what has started a run is dead, the work goes on without a word."""
 
     def on_broken_pipe(self) -> None:
@@ -30,7 +41,7 @@ class _StandardError(Console):
         os.close(nowhere)
 
 
-class _StandardOutput(Console):
+class _StandardOutput(_Words):
     """In a file or a pipe, no line is folded and no column of a table is cut, unless COLUMNS says how wide it is.
 
     `width` is still that of a usual terminal there: pictures are drawn for it.

@@ -91,7 +91,11 @@ def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
 
     Raises ScheduleError and TableError, in one line.
     """
-    if path.is_dir():
+    try:
+        is_folder, is_entry = path.is_dir(), path.parent.name == ENTRIES and (path.parent.parent / INDEX).is_file()
+    except (OSError, ValueError):  # reading it gives the reason
+        is_folder = is_entry = False
+    if is_folder:
         if not (path / INDEX).is_file():
             raise ScheduleError(f"{path}: a folder, and not that of a table; expected a schedule's file; a run is "
                                 f"shown with `slipstream show --run {path}`")
@@ -99,7 +103,7 @@ def schedules_in(path: Path) -> Iterator[ScheduleInFile]:
         for row in table.rows():
             if row.sha256 is not None:
                 yield ScheduleInFile(path / entry_file(row.key), table.decoded(row.key))
-    elif path.parent.name == ENTRIES and (path.parent.parent / INDEX).is_file():
+    elif is_entry:
         table = Table.load(path.parent.parent)
         for row in table.rows():
             if row.sha256 is not None and Path(entry_file(row.key)).name == path.name:

@@ -1,8 +1,12 @@
 """What commands print, where it goes nowhere."""
 
+import io
 import subprocess
 import sys
 
+import pytest
+
+from slipstream.cli.shared import console
 from tests.patience import SECONDS
 from tests.runtime.running import command_environment
 
@@ -52,3 +56,15 @@ def test_in_a_pipe_nothing_is_folded_or_cut():
 
 def test_columns_says_how_wide_a_pipe_is():
     assert max(map(len, printed(COLUMNS="60"))) == 60
+
+
+@pytest.mark.parametrize("kind", [console._StandardOutput, console._StandardError])
+def test_in_a_terminal_lines_end_between_words_and_paths_stay_whole(kind):
+    written = io.StringIO()
+    made = kind(file=written, force_terminal=True, width=40, markup=False, highlight=False)
+    made.print("a line of many words that are longer than a terminal has room for", soft_wrap=True)
+    assert [line.rstrip() for line in written.getvalue().splitlines()] == [
+        "a line of many words that are longer", "than a terminal has room for"]
+    written.truncate(0)
+    made.print(f"written to {'x' * 50}", soft_wrap=True)
+    assert f"written to {'x' * 50}\n" in written.getvalue()
