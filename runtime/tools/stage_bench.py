@@ -64,7 +64,7 @@ class StageBench:
         self._config = config
         self._data = data
         self._device = device
-        self._rounds = self._steps = 0
+        self._rounds = 0
         self._given: Packed | None = None
         """Instead of what data give."""
 
@@ -148,10 +148,10 @@ class StageBench:
         stage.forward(microbatch, value, batch[1] if batch is not None and stage.last else None, batch, split=True)
 
     def _step(self) -> None:
+        optimizer = self._holding.optimizer
         if watches_gradients(self._config.training):
-            self._holding.optimizer.squares()
-        self._holding.optimizer.step(self._steps)
-        self._steps += 1
+            optimizer.squares()
+        optimizer.step(optimizer.version.after + 1)
         self._holding.zero_gradients()
 
     def _like(self, form: Form, number: float = 0.5) -> Value:
