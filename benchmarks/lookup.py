@@ -47,7 +47,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
         if dead_column(failed, table.basis.grid) is not None:
             continue
         start = time.perf_counter()
-        found = table.lookup(failed)
+        found = table.lookup(failed, roles_move=True)
         lookups.append(time.perf_counter() - start)
         assert found is not None
         start = time.perf_counter()
