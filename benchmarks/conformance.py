@@ -355,6 +355,24 @@ def clean_groups(team: Team) -> None:
     _expect([mine[0].item() for mine in gradients] == [1, 2, 2], "sums are wrong")
 
 
+def nobody_receives(team: Team) -> None:
+    """What was sent in an order that ends, and that nobody received, is not taken for what the next one sends."""
+    sessions = team.connected()
+
+    def send() -> None:
+        sessions[0].send(team.members[0].full(1), WORKERS[1], 0)
+
+    team.begin(team.members[0], send).result(LIMIT_SECONDS)
+    time.sleep(HELD_UP_SECONDS)
+    for one in sessions:
+        one.abort()
+    for one in sessions:
+        one.drain()
+        one.release()
+    again = team.connected(2)
+    _expect(pass_on(team, again, (0, 1), [team.members[0].full(7)], (0,))[0].item() == 7, "an old tensor arrived")
+
+
 def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) -> None:
     """Who keeps a part has its sums, and all have what its owner steps; of four elements, the last of three workers has
     none."""
@@ -439,7 +457,7 @@ CHECKS: dict[str, Callable[[Team], None]] = {
     **{f"abort of a group half made by {first}": partial(abort_of_a_half_made_group, first=first, second=2 - first)
        for first in (0, 2)},
     **{f"abort at any time, {size} elements": partial(abort_at_any_time, size=size) for size in (1, LARGE)},
-    "clean groups live on": clean_groups,
+    "clean groups live on": clean_groups, "nobody receives": nobody_receives,
     **{f"parts of {total} elements, {str(dtype)[6:]}, {len(gone)} gone": partial(parts, total=total, dtype=dtype,
                                                                                gone=gone)
        for total in (10, 4) for dtype in (torch.float64, torch.bfloat16) for gone in ((), (GONE,))},

@@ -133,3 +133,5 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # past what CUDA does at exit, which has taken half a minute

@@ -48,5 +48,8 @@ class Backend(Protocol):
     def over(self, groups: Collection[Group]) -> bool:
         """Whether nothing that was begun in these groups changes a tensor any more."""
 
+    def begun(self, group: Group) -> int:
+        """Return how many operations this member has begun in the group, from its first order on."""
+
     def close(self, groups: Collection[Group]) -> None:
         """Nobody uses these groups any more."""

@@ -241,6 +241,10 @@ class Gloo:
         """It is once their sockets are shut."""
         return True
 
+    def begun(self, group: Group) -> int:  # noqa: ARG002
+        """Groups are not used again."""
+        return 0
+
     def close(self, groups: Collection[Group]) -> None:
         """See `Backend`."""
         for one in cast(Collection[GlooGroup], groups):

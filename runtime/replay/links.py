@@ -15,8 +15,8 @@ from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.replay.transport import Transport
 from slipstream.runtime.torch_private import Group, Store
 
-_KEPT = msgspec.json.Decoder(dict[str, int])
-"""The groups that a process could use again, by name, and the order that made each."""
+_KEPT = msgspec.json.Decoder(dict[str, tuple[int, int]])
+"""The groups that a process could use again, by name: the order that made each, and the operations begun in it."""
 
 
 class OrderEndedError(CommunicationError):
@@ -173,21 +173,25 @@ class Groups:
         _close_beside(lost)
 
     def _agreed(self, wanted: Mapping[str, Wanted], idle: Mapping[str, _Held]) -> list[str]:
-        """The groups that all of their members still have: each says which it could use again.
+        """The groups that all of their members still have, and have begun as many operations in: each says which it
+        could use again.
 
-        Over gloo none is: receives of an iteration that never came may have been posted in it.
+        A send has ended on the device once what it sends is in the buffers on the way, whether it is received or not:
+        the receiver would take it for what the next order sends. Then it has begun fewer operations. Over gloo no group
+        is used again: receives of an iteration that never came may have been posted in it.
         """
         if not self.links.backend.ordered:
             return []
-        mine = {name: one.order for name, one in idle.items() if name in wanted and one.wanted.backend.ordered
+        mine = {name: (one.order, one.wanted.backend.begun(one.group)) for name, one in idle.items()
+                if name in wanted and one.wanted.backend.ordered
                 and one.wanted.members == wanted[name].members and one.wanted.backend.lost(one.group) is None}
         others = sorted({member for one in wanted.values() for member in one.members} - {self._own})
         keys = self.keys("kept ")
         keys.set(self._own, msgspec.json.encode(mine))
         keys.wait(others)
         by_process = {process: _KEPT.decode(keys.get(process)) for process in others} | {self._own: mine}
-        return [name for name, order in mine.items()
-                if all(by_process[member].get(name) == order for member in wanted[name].members)]
+        return [name for name, kept in mine.items()
+                if all(by_process[member].get(name) == kept for member in wanted[name].members)]
 
     def _made(self, one: Wanted) -> _Held:
         purpose, size = f"{one.name}/", len(one.members)

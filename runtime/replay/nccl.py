@@ -59,6 +59,10 @@ class Communicator:
         self._ending = False
         """Whether it has not been decided yet if the end of an order aborts it."""
         self._lost: str | None = None
+        self._aborting = False
+        """Whether it is being aborted, or has been."""
+        self.begun = 0
+        """How many operations this member has begun."""
         self._settled = threading.Event()
         """Set when connecting has succeeded or failed, or is not waited for any more."""
 
@@ -112,8 +116,9 @@ class Communicator:
         """End all that is under way; the communicator is not used any more. Returns at once: NCCL may take long."""
         self._order_ended = True
         self._settled.set()
-        if self._lost is None:
-            self._lost = "it was aborted"
+        self._lost = self._lost or "it was aborted"
+        if not self._aborting:
+            self._aborting = True
             threading.Thread(target=self._abort, daemon=True, name="aborting").start()
 
     def _connect(self, directed: bool) -> None:
@@ -134,8 +139,7 @@ class Communicator:
         finally:
             self._settled.set()
         if self._order_ended or self._lost is not None:
-            self._lost = self._lost or "the order has ended"
-            self._abort()
+            self.abort()
 
     def _is_quiet(self) -> bool:
         if self._calling:
@@ -167,6 +171,7 @@ class Communicator:
         self._calling = True
         try:
             self._require()
+            self.begun += 1  # also what fails half-way
             work = self._last = call(*arguments)
         except OverError:
             raise
@@ -244,6 +249,10 @@ class Nccl:
     def over(self, groups: Collection[Group]) -> bool:
         """See `Backend`."""
         return not [one for one in cast(Collection[Communicator], groups) if not one.over()]  # each is asked
+
+    def begun(self, group: Group) -> int:
+        """See `Backend`."""
+        return cast(Communicator, group).begun
 
     def close(self, groups: Collection[Group]) -> None:
         """See `Backend`. Their other members may be gone: nothing is waited for."""

@@ -1,9 +1,10 @@
 """A double of NCCL on CPUs: what `runtime.torch_private.nccl_group` makes, over sockets, with NCCL's manners.
 
-Calls return at once; a thread for each group carries them out later, in their order. A send is over when its receiver
-has taken it. Whatever waits for a member that has died, or has left, waits for good. After an abort, all that was under
-way ends as if all were well, and holds NaN. An error shows only when it is asked for, and late. From then on torch says
-of operations that they are completed, while the device still waits in them.
+Calls return at once; a thread for each group carries them out later, in their order. A send is over once it is in the
+buffers on the way, which hold what is small; its receiver may take it later, or never. Whatever waits for a member that
+has died, or has left, waits for good. After an abort, all that was under way ends as if all were well, and holds NaN.
+An error shows only when it is asked for, and late. From then on torch says of operations that they are completed,
+while the device still waits in them, and begins no others.
 
 Connecting blocks, and no abort ends it: only the last member does, or the death of one. With `EARLY` set it returns at
 once; then the first operation waits for the connection, and so does an abort.
@@ -187,6 +188,8 @@ class Double:
                 self._connect(CONNECT_SECONDS)
         with self._lock:
             self._require()
+            if self._failed.is_set():
+                raise RuntimeError("NCCL error: remote process exited or there was a network error")
             self._calls.put((name, call, filled, work))
         return work
 
@@ -226,13 +229,11 @@ class Double:
 
     def _put(self, rank: int, tensor: Tensor) -> None:
         self._ends[rank].sendall(_bytes(tensor.detach().contiguous()))
-        self._read(rank, memoryview(bytearray(1)))  # it is taken
 
     def _take(self, rank: int, tensor: Tensor) -> None:
         taken = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._read(rank, _bytes(taken))
         tensor.detach().copy_(taken)
-        self._ends[rank].sendall(b"!")
 
     def _read(self, rank: int, room: memoryview) -> None:
         while room:

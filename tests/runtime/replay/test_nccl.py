@@ -44,6 +44,20 @@ def test_the_device_answers_and_not_torch(team):
     assert sessions[1].over()
 
 
+def test_what_fails_before_the_order_ends_is_aborted_all_the_same(team):
+    """A receive waits on the device for a peer that is gone, and the next operation is refused."""
+    sessions, arriving = blocked_receive(team)
+    for end in sessions[2].groups().values():
+        end.abort()
+    while not arriving.work.is_completed():
+        time.sleep(0.001)
+    with pytest.raises(CommunicationError, match="remote process exited"):
+        sessions[1].receive((1,), torch.float64, WORKERS[2], 0)
+    sessions[1].abort()
+    sessions[1].drain()
+    assert sessions[1].over()
+
+
 def test_who_asks_whether_all_is_over_does_not_wait_for_the_device(team):
     sessions, _ = blocked_receive(team)
     began = time.monotonic()
