@@ -125,6 +125,8 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
     _print_losses(losses)
     out.print(f"Losses of all {len(reference.losses)} iterations agree to {digits} digits: with all "
               f"{len(whole.seats)} workers, with {len(broken.seats)}, and in one process.", style="bold")
+    out.print("Each iteration reads other samples of the text: a loss is higher where these are unlike those before.",
+              style="dim", soft_wrap=True)
     for name, result in runs.items():
         out.print(f"{name}: {result.out} holds schedule.json, trace.json, losses.jsonl and parameters", style="dim",
                   soft_wrap=True)

@@ -61,7 +61,9 @@ from slipstream.cli.shared.interrupts import checking_interrupts
 from slipstream.cli.shared.options import ANSWER, JobFile, Json, Settings
 from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
 from slipstream.planner.budget import STEP_SECONDS
+from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
 from slipstream.planner.job.file import Job
+from slipstream.planner.job.layers import share
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.schedules.schedule import Worker
@@ -69,6 +71,9 @@ from slipstream.schedules.tables.table import Table
 
 DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
 FAILURES, FOLLOWED = "The failures", "The policies"
+BYTES_PER_PARAMETER = BYTES_HELD + BYTES_UNDO
+"""That a stage holds always, as `slipstream new` estimates it."""
+DEFAULT_PARAMETERS, FEWEST_PARAMETERS, MOST_PARAMETERS = 6.7e9, 1e6, 1e14
 """Groups of options in the help."""
 
 TraceFile = Annotated[Path | None, typer.Option("--trace", rich_help_panel=FAILURES, metavar="FILE", help=(
@@ -110,9 +115,12 @@ Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=FOLLOWED, 
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
                                             metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
-Parameters = Annotated[float, typer.Option("--parameters", rich_help_panel=FOLLOWED,
-                                           metavar="N", min=1e6, max=1e14, help=(
-    "Parameters of the model: published costs of restarts and reconfigurations depend on it."))]
+Parameters = Annotated[float | None, typer.Option("--parameters", rich_help_panel=FOLLOWED,
+                                                  metavar="N", min=FEWEST_PARAMETERS, max=MOST_PARAMETERS,
+                                                  help=(
+    "Parameters of the model: published costs of restarts and reconfigurations depend on it. Default: by what the job "
+    f"says that its stages hold always, in bytes, at {BYTES_PER_PARAMETER} a parameter; without that, "
+    f"{DEFAULT_PARAMETERS:.3g}."))]
 Batch = Annotated[float | None, typer.Option("--batch", rich_help_panel=ANSWER, metavar="N", min=1e-6, max=1e9, help=(
     "Samples in a micro-batch. Default: [training] batch of the job, else 1."))]
 Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOWED,
@@ -123,7 +131,7 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
 def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, policy: Policies = None,
              html: HtmlFile = None, table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None,
              failed: Failed = None, days: Days = None, seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None,
-             fail_slow: FailSlow = False, tokens: Tokens = None, parameters: Parameters = 6.7e9, batch: Batch = None,
+             fail_slow: FailSlow = False, tokens: Tokens = None, parameters: Parameters = None, batch: Batch = None,
              switch: Switch = None, steps: Steps = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
@@ -147,7 +155,7 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     known, first = None if table is None else table_or_refuse(table, "--table: "), make(seed)
     if wanted.time.slow:
         err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
-    costs = costs_for(parameters, wanted.stages)
+    costs = costs_for(_parameters(wanted) if parameters is None else parameters, wanted.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
     samples = batch if batch is not None else _batch(wanted)
@@ -257,6 +265,19 @@ def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureModel:
         return FAILURE_MODELS[preset]
     return single(mtbf * gpus, (f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times "
                                 "assumed"), name="--mtbf")
+
+
+def _parameters(job: Job) -> float:
+    """Return how many parameters the job's memory says that its model has, or the usual number.
+
+    A job whose memory is in a unit that is not told has unit_bytes of 1. Of optimizer state that all pipelines share,
+    the weights have a part, and a copy of another one.
+    """
+    memory = job.memory
+    if memory is None or not memory.weights or memory.unit_bytes == 1.0:
+        return DEFAULT_PARAMETERS
+    held = sum(memory.weights) + sum(memory.state) * float(1 - share(job.pipelines))
+    return min(MOST_PARAMETERS, max(FEWEST_PARAMETERS, held * memory.unit_bytes / BYTES_PER_PARAMETER))
 
 
 def _batch(job: Job) -> float:

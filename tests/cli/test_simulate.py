@@ -12,6 +12,9 @@ from slipstream.cli.app import app
 from slipstream.cli.drawing.simulation_report import COLOURS, colour
 from slipstream.cli.fleet import settled
 from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.simulate import DEFAULT_PARAMETERS
+from slipstream.cli.simulate import _parameters as parameters_of
+from slipstream.planner.job.file import read_job
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
@@ -307,3 +310,14 @@ def test_lines_can_be_switched_off(browser, job, tmp_path):
     lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
     after = {line.split('data-name="')[1].split('"')[0] for line in lines if "display: none" not in line}
     assert len(lines) == len(POLICIES) + 1 and after == (before ^ {"slipstream", "bamboo"})
+
+
+@pytest.mark.parametrize("more", [[], ["--shard-optimizer"]])
+def test_a_job_from_a_preset_knows_how_many_parameters_it_has(more, tmp_path):
+    path = tmp_path / "job.toml"
+    assert slipstream("new", "--preset", "llama-3-8b", "--out", path, *more).exit_code == 0
+    assert parameters_of(read_job(path)) == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_a_job_without_bytes_has_the_usual_number_of_parameters(job):
+    assert parameters_of(read_job(job)) == DEFAULT_PARAMETERS
