@@ -244,7 +244,7 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--trace", "trace.txt", "--days", 5], "--days: not with --trace"),
     (["--trace", "trace.txt", "--failed", "0.1"], "--failed: not with --trace"),
     (["--failed", "0.1", "--mtbf", 5], "--mtbf: only where failures are drawn, not with --failed"),
-    (["--failed", "3.0"], "--failed 3.0: no such worker; the job has 3 pipelines and 2 stages"),
+    (["--failed", "3.0"], "--failed: the job has no worker 3.0; expected pipeline 0 to 2 and stage 0 to 1"),
     (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])

@@ -107,7 +107,7 @@ def test_too_little_memory_for_one_microbatch_has_no_plan(memory):
 
 
 def test_unknown_workers_are_refused():
-    with pytest.raises(JobError, match=r"--failed: the job has no worker 5\.0; expected pipeline 0 to 1"):
+    with pytest.raises(JobError, match=r"^failed: the job has no worker 5\.0; expected pipeline 0 to 1"):
         plan_job(grid(2, 2, 2), [Worker(5, 0)])
 
 

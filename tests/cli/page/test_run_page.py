@@ -61,7 +61,7 @@ def test_in_the_terminal(folder):
                  "layers are to move: 100 MB in 8 s would make the period 1.25 s instead of 2 s, which pays after 9",
                  "started again, from iteration 25", "ended early: node 0 was told"):
         assert said in text
-    assert all(len(line) <= 80 for line in lines[1:7])
+    assert all(len(line) <= 80 for line in lines[1:6])
 
 
 def test_as_json(folder):

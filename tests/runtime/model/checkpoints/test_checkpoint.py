@@ -232,6 +232,7 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     [(_, whole)] = after = stages((0, 4))
     for layer, state in load(found, range(4)).items():
         whole.optimizer.load([as_parts(whole.modules[layer], layer, state)])
+    whole.optimizer.as_after(2)
     for iteration in range(3, 6):
         iterate(config, after, iteration)
     for name, expected in reference_run(config, [1], 6).parameters.items():
