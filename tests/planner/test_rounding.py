@@ -27,10 +27,12 @@ FINE = st.sampled_from([0.333333337, 1.00000051, 0.123456789, 2.718281828459])
 
 @st.composite
 def fine_jobs(draw):
-    """Times of more digits than ticks have; both chains of a bidirectional job have the same."""
+    """Times of more digits than ticks have; both chains of a bidirectional job have the same, and reductions over a
+    network take what that says."""
     job = draw(any_jobs())
-    time = {key: tuple(value * draw(FINE) for value in getattr(job.time, key)[:job.depth]) * job.chains for key in (
-        "forward", "backward_input", "backward_weight", "optimizer", "all_reduce")}
+    keys = ["forward", "backward_input", "backward_weight", "optimizer"]
+    keys += [] if job.network.bandwidth else ["all_reduce"]
+    time = {key: tuple(value * draw(FINE) for value in getattr(job.time, key)[:job.depth]) * job.chains for key in keys}
     time["transfer"] = job.time.transfer * draw(FINE)
     return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, **time))
 
