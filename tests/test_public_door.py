@@ -37,6 +37,14 @@ def test_what_cannot_be_planned(failed, error, job):
         slipstream.plan(job, failed)
 
 
+def test_a_job_may_be_the_path_of_its_file(job, tmp_path):
+    options = slipstream.PlanOptions(steps=1000)
+    assert slipstream.plan(str(tmp_path / "job.toml"), "1.0", options).schedule == \
+        slipstream.plan(job, "1.0", options).schedule
+    with pytest.raises(TypeError, match=r"^expected a job, as slipstream\.load gives one, .* got a dict$"):
+        slipstream.plan({}, "1.0", options)
+
+
 def test_a_job_is_trained_by_the_schedule_that_is_given(job, tmp_path):
     first = slipstream.plan(job, failed=["1.0"], options=slipstream.PlanOptions(steps=1000)).schedule
     frozen = gc.get_freeze_count()

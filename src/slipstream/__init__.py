@@ -56,8 +56,8 @@ def load(path: str | PathLike[str]) -> "Job":
     return read_job(Path(path))
 
 
-def plan(job: "Job", failed: Workers = (), options: "PlanOptions | None" = None) -> "Plan":
-    """Plan one iteration of a job while workers are down; `Plan.schedule` is what the runtime replays.
+def plan(job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanOptions | None" = None) -> "Plan":
+    """Plan one iteration of a job, or of a job file, while workers are down; `Plan.schedule` is what the runtime replays.
 
     Without `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a worker
     that the job does not have, ValueError for a text that is no worker, and NoPlanError where no schedule can exist.
@@ -66,7 +66,7 @@ def plan(job: "Job", failed: Workers = (), options: "PlanOptions | None" = None)
     from slipstream.planner.options import PlanOptions
     from slipstream.planner.plan import plan_with
 
-    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), job, _workers(failed)))
+    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), _job(job), _workers(failed)))
 
 
 def read(path: str | PathLike[str]) -> "Schedule":
@@ -83,10 +83,10 @@ def write(schedule: "Schedule", path: str | PathLike[str]) -> None:
     write_schedule(schedule, Path(path))
 
 
-def train(job: "Job", *, out: str | PathLike[str], schedule: "Schedule | None" = None, table: "Table | None" = None,
+def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedule: "Schedule | None" = None, table: "Table | None" = None,
           iterations: int | None = None, resilience: "Resilience | None" = None,
           options: "RunOptions | None" = None) -> "RunResult":
-    """Train the job's [model] on this machine, a process for each worker, and go on when workers die.
+    """Train the [model] of a job, or of a job file, on this machine, a process for each worker, and go on when workers die.
 
     `schedule`: the first one; None: it is planned with all workers alive. `table`: schedules for failures; those that it
     lacks are planned when they are needed. `iterations`: in place of the job's. `resilience` and `options` say the rest;
@@ -100,6 +100,7 @@ def train(job: "Job", *, out: str | PathLike[str], schedule: "Schedule | None" =
     from slipstream.runtime.launch import run
     from slipstream.runtime.run_options import Resilience, RunOptions
 
+    job = _job(job)
     config = parse_run_config(job.model, job.training)
     first = plan(job).schedule if schedule is None else schedule
     if resilience is None:
@@ -109,7 +110,7 @@ def train(job: "Job", *, out: str | PathLike[str], schedule: "Schedule | None" =
                options=options or RunOptions(topology=job.nodes))
 
 
-def simulate(job: "Job", trace: "str | PathLike[str] | AvailabilityTrace", policies: Iterable[str] | None = None, *,
+def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | AvailabilityTrace", policies: Iterable[str] | None = None, *,
              parameters: float = 6.7e9, samples_per_microbatch: float = 1.0, seed: int = 0) -> "Comparison":
     """What policies (None: all) make of a trace of failures: samples a second, and lost seconds by cause.
 
@@ -129,10 +130,22 @@ def simulate(job: "Job", trace: "str | PathLike[str] | AvailabilityTrace", polic
         read_availability_trace,
     )
 
+    job = _job(job)
     kinds = [POLICIES[name] for name in policies or POLICIES]
     read_trace = trace if isinstance(trace, AvailabilityTrace) else read_availability_trace(Path(trace), seed, job.ranks)
     return compare(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
                    fit_to_job(read_trace, job.pipelines * job.stages, seed, places_of_nodes(job)))
+
+
+def _job(job: "Job | str | PathLike[str]") -> "Job":
+    """Return the job, read from its file where that is given. Raises JobError, and TypeError for anything else."""
+    from slipstream.planner.job.file import Job
+
+    if isinstance(job, Job):
+        return job
+    if isinstance(job, str | PathLike):
+        return load(job)
+    raise TypeError(f"expected a job, as slipstream.load gives one, or the path of its file; got a {type(job).__name__}")
 
 
 def _workers(names: Workers) -> "tuple[Worker, ...]":
