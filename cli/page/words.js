@@ -116,7 +116,7 @@ class Words extends Rows {
         panel.failed.map((worker) => worker.join(".")).join(", ")], ["re-routed", numbers.rerouted]);
       if (numbers.shed && !panel.measured) rows.push(["shed", numbers.shed]);
       if (numbers.moves.length && !panel.measured) rows.push(["moved", numbers.moves.length]);
-      if (numbers.peak_memory !== null) rows.push(["peak memory", Number(numbers.peak_memory.toPrecision(4))]);
+      if (numbers.peak_memory !== null) rows.push(["peak memory, in the job's unit", Number(numbers.peak_memory.toPrecision(4))]);
       if (!panel.measured) rows.push(["made by", `${numbers.method}, ${numbers.backward}, ${numbers.optimizer}`]);
       const several = this.panels.length > 1, box = make("input", { type: "checkbox", "data-panel": panel.number });
       box.checked = panel.shown;
