@@ -30,13 +30,19 @@ def blocked_receive(team):
     return sessions, arriving
 
 
-def test_the_device_answers_and_not_torch(team):
-    """A peer is gone, torch says at once that the receive is completed, and its watchdog does not know why yet."""
+def receive_from_one_that_is_gone(team):
+    """Worker 1.1 leaves meanwhile; torch says at once that the receive is completed."""
     sessions, arriving = blocked_receive(team)
     for end in sessions[2].groups().values():
         end.abort()
     while not arriving.work.is_completed():
         time.sleep(0.001)
+    return sessions, arriving
+
+
+def test_the_device_answers_and_not_torch(team):
+    """A peer is gone, torch says at once that the receive is completed, and its watchdog does not know why yet."""
+    sessions, arriving = receive_from_one_that_is_gone(team)
     assert not sessions[1].over() and sessions[1].errored() is None
     sessions[1].abort()
     arriving.work.wait()
@@ -46,11 +52,7 @@ def test_the_device_answers_and_not_torch(team):
 
 def test_what_fails_before_the_order_ends_is_aborted_all_the_same(team):
     """A receive waits on the device for a peer that is gone, and the next operation is refused."""
-    sessions, arriving = blocked_receive(team)
-    for end in sessions[2].groups().values():
-        end.abort()
-    while not arriving.work.is_completed():
-        time.sleep(0.001)
+    sessions, _ = receive_from_one_that_is_gone(team)
     with pytest.raises(CommunicationError, match="remote process exited"):
         sessions[1].receive((1,), torch.float64, WORKERS[2], 0)
     sessions[1].abort()
