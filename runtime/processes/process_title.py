@@ -14,12 +14,14 @@ _STARTS, _ENDS = 45, 46
 def name_process(role: str, details: str = "") -> None:
     """Name this process by its role, as `slipstream worker 1.1`, where the system can do that (Linux).
 
-    The name takes the place of the command line, and has as much room. Programs that show short names show the role.
+    The name takes the place of the command line, and has as much room. The short name, which `top` shows, is the role
+    without spaces: programs that split /proc/PID/stat at spaces would not find the parent of such a process. SLURM's
+    proctrack/linuxproc is one: it would neither signal nor kill it.
     """
     if not sys.platform.startswith("linux"):
         return
     title = f"{PROGRAM} {role}" + (f": {details}" if details else "")
-    ctypes.CDLL(None).prctl(PR_SET_NAME, role.encode())
+    ctypes.CDLL(None).prctl(PR_SET_NAME, role.replace(" ", "-").encode())
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[_STARTS]), int(fields[_ENDS])

@@ -117,6 +117,9 @@ class Cluster:
     def nodes_of(self, job: str) -> str:
         return self._of_job(job, "NodeList")
 
+    def exit_status(self, job: str) -> int:
+        return int(self._of_job(job, "ExitCode").partition(":")[0])
+
     def _of_job(self, job: str, key: str) -> str:
         pairs = self.command("scontrol", "show", "job", job, "--oneliner").split()
         return next(value for name, _, value in (pair.partition("=") for pair in pairs) if name == key)

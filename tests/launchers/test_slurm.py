@@ -38,7 +38,7 @@ class Run:
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))
         (folder / "script.sh").write_text(replaced(blocks("SLURM", "sh")[0], {
-            "~/secret": str(secret), "/shared/run": str(self.out), "--out": "--coordinator-timeout 15 --out"}))
+            "~/secret": str(secret), "/shared/run": str(self.out), "--out": "--coordinator-timeout 60 --out"}))
 
     def submit(self) -> None:
         """Options of a command line go before those of a script."""
@@ -107,6 +107,18 @@ def test_the_run_goes_on_when_it_is_queued_again_also_because_the_first_machine_
     run.wait_for_state("COMPLETED", "FAILED")
     assert run.cluster.state(run.job) == "COMPLETED", run.said()
     assert len(losses_in(run.out)) == newest.iteration + 100
+
+
+def test_the_warning_before_the_time_is_over_ends_the_run_with_a_checkpoint(run):
+    """As `#SBATCH --signal=USR1@90` has it sent, to all tasks."""
+    run.train(100_000)
+    run.submit()
+    run.trains_on(5)
+    run.cluster.command("scancel", "--signal=USR1", run.job)
+    run.wait_for_state("FAILED", "CANCELLED")
+    newest = latest(run.out / "checkpoints")
+    assert newest is not None and newest.iteration == len(losses_in(run.out)), run.said()
+    assert run.cluster.exit_status(run.job) == 128 + signal.SIGUSR1, run.said()
 
 
 def test_nobody_waits_for_a_node_0_that_has_nothing_to_do_or_refuses_to_start(run):
