@@ -98,6 +98,7 @@ class Training:
             context.rehearsal.run(runner, context.forms[first], context.forms[end],
                                   partial(self._read, context.corpus), Microbatch(iteration, 0, 0))
         slices.discard()
+        context.rehearsal.run_step(context.layer_store.holding.modules.values(), context.config.training)
 
     def let_go(self) -> None:
         """Free what micro-batches hold, where the thread that runs the program is left behind."""
