@@ -5,6 +5,7 @@ the schedule; those of the others (`runtime.node_agent`) start and end workers a
 """
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import time
@@ -31,7 +32,7 @@ from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import LOSSES, Started
-from slipstream.runtime.model.checkpoints.checkpoint import identity_of, open_checkpoint, require_whole
+from slipstream.runtime.model.checkpoints.checkpoint import identity_of, reopened, require_job, require_whole
 from slipstream.runtime.model.checkpoints.parameters import load_layer
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.layer_sizes import state_bytes
@@ -54,6 +55,7 @@ from slipstream.runtime.run_folder import (
     forget_left_behind,
     leave_behind,
     left_behind,
+    lock_of,
     locked,
 )
 from slipstream.runtime.run_options import Resilience as Resilience
@@ -99,10 +101,12 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     require_descriptors(needed_by_node_0(len(schedule.seats) * config.training.tensor_parallel, options.nodes))
+    if resilience.resume is not None:
+        resilience = dataclasses.replace(resilience, resume=reopened(resilience.resume))
     read = samples_read(resilience.resume, config, schedule.grid.microbatches)
     fit = prepare(schedule, config, options, read)
     if resilience.resume is not None:
-        open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
+        require_job(resilience.resume, identity_of(config, fit.model.layers))
         if left_behind(out) is None:
             require_whole(resilience.resume)
     with ExitStack() as stack:
@@ -201,6 +205,7 @@ class _Launch:
                 write_atomically(out / "schedule.json", encoded)
             stack.push(partial(_unless_failed, clean_up, out))
             fork_server = held.take(adopted)
+            fork_server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 0).absolute())
             store, store_address = host_store(Rendezvous(opened.host, 0))
             options.announce(opened)
             log = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,

@@ -43,7 +43,7 @@ from slipstream.runtime.protocol.to_node_agent import (
     StartWorker,
     ToNodeAgent,
 )
-from slipstream.runtime.run_folder import CHECKPOINTS, clear_parameters, locked
+from slipstream.runtime.run_folder import CHECKPOINTS, clear_parameters, lock_of, locked
 from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
@@ -94,7 +94,11 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             # That of one worker would have nothing to put together.
             gatherer = stack.enter_context(Gatherer()) if len(setup.workers) > 1 else None
             settings = replace(settings, reports=None if gatherer is None else gatherer.address)
-            processes = NodeProcesses(fork_server or stack.enter_context(ForkServer()), rendezvous, setup.workers,
+            server = fork_server or stack.enter_context(ForkServer())
+            server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, node).absolute())
+            if gatherer is not None:
+                server.clean_up("shutil:rmtree", gatherer.folder)
+            processes = NodeProcesses(server, rendezvous, setup.workers,
                                       gpu_count(setup.device), settings, gpus.first)
             with processes.running(restarted=setup.restarted):
                 agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, gatherer, notify=notify,

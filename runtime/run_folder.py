@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
+LOCK_SECONDS = 0.2
+"""How long to wait for a lock: what a killed node has left is held for a moment while it is removed."""
 _BEHIND = ".running.json"
+_LOCK = ".node-{}.lock"
 _TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
               f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""
@@ -66,7 +70,7 @@ def locked(out: Path, node: int) -> Iterator[None]:
     another process holds it, and OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path = _lock_of(out, node)
+    path = lock_of(out, node)
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             descriptor = _lock(path)
@@ -96,7 +100,7 @@ def forget_left_behind(out: Path) -> None:
 def holder(out: Path) -> str | None:
     """Which process of node 0 holds a folder, as its lock says; None: none does, or not this folder."""
     try:
-        return _lock_of(out, 0).read_text(encoding="utf-8", errors="replace")
+        return lock_of(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
 
@@ -135,7 +139,11 @@ def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: boo
 
 
 def clean_up(out: Path) -> None:
-    """Remove what killed writers have left. All of this run must have ended, and the folder be locked."""
+    """Remove what killed writers have left, and locks of killed nodes. All of this run must have ended, and the folder
+    be locked.
+    """
+    for path in out.glob(_LOCK.format("*")):
+        remove_lock(path)
     _remove(out, *_TEMPORARY)
     tidy(out / CHECKPOINTS)
 
@@ -185,14 +193,26 @@ def _remove(out: Path, *patterns: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _lock_of(out: Path, node: int) -> Path:
-    return out / f".node-{node}.lock"
+def lock_of(out: Path, node: int) -> Path:
+    """The lock file of a node."""
+    return out / _LOCK.format(node)
+
+
+def remove_lock(path: Path | str) -> None:
+    """Remove a lock file that nobody holds: its last holder was killed."""
+    path = Path(path)
+    with contextlib.suppress(FolderError, OSError):
+        if sys.platform != "win32" and path.exists():
+            descriptor = _lock(path)
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
     """An open descriptor of the lock file, locked; it names the process that holds it."""
     import fcntl
 
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -200,6 +220,9 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
+            if time.monotonic() < deadline:
+                time.sleep(LOCK_SECONDS / 10)
+                continue
             raise FolderError(f"{path.parent}: {holder} is writing there; wait for its end, or give another --out"
                               ) from None
         except OSError:  # a file system without locks

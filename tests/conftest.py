@@ -30,16 +30,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs t
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in a browser as slow. Give slow tests a second try, as other programs may hold up their processes.
-
-    Both tries are told: a test that needs its second one twice is a defect, of the test or of what it tests. Tests that
-    are not slow get no second try.
-    """
+    """Mark tests in a browser as slow."""
     for item in items:
         if "chromium" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,7 @@ from slipstream.runtime.model.checkpoints.checkpoint import (
     latest,
     newest_whole,
     open_checkpoint,
+    require_job,
     require_whole,
     set_aside,
 )
@@ -124,7 +125,7 @@ def take_whole(source: Path, folder: Path, say: Callable[[str], object]) -> Chec
 def require_folder(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
     """Refuse what `run` will refuse, before the time for planning is spent."""
     if resume is not None:
-        open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
+        require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if folder.is_dir():
         with locked(folder, 0):
             require_free(folder, resume, config, force=force, again=again)

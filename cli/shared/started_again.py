@@ -18,8 +18,8 @@ from slipstream.runtime.processes.process_title import name_process
 from slipstream.runtime.processes.stop_signals import SIGNALS
 from slipstream.runtime.run_folder import left_behind
 
-MEANT = (*SIGNALS, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that tell a run to end."""
+MEANT = (signal.SIGHUP, signal.SIGQUIT)
+"""Further signals that tell a run to end."""
 PASSED_ON = set(SIGNALS)
 
 
@@ -45,6 +45,8 @@ def started_again(folder: Path, say: Callable[[str], None]) -> None:
         status = _wait_for(child)
         if status >= 0:
             os._exit(status)
+        if -status in SIGNALS:  # told to end while it took over no signals, as at its very beginning or end
+            os._exit(128 - status)
         pause = None if -status in MEANT or left_behind(folder) is None else restarts.failed()
         if pause is None:
             with suppress(OSError):  # what cannot be caught

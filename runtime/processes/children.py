@@ -49,6 +49,8 @@ class Children:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
             self.fork_server = fork_server or stack.enter_context(ForkServer())
             stack.callback(self.fork_server.kill_all)
+            with suppress(ForkServerError):  # which the first task will tell
+                self.fork_server.clean_up("shutil:rmtree", self._folder)
             for name, task in zip(self._names, tasks, strict=True):
                 content = msgspec.json.encode(task).decode()
                 wrapped = msgspec.json.encode(_Task(target, content, str(self._answer(name)))).decode()

@@ -28,6 +28,7 @@ import msgspec
 
 from slipstream.runtime.processes.fork_server_messages import (
     Adopted,
+    CleanUp,
     End,
     Hold,
     Kill,
@@ -108,6 +109,13 @@ class ForkServer:
         self._ask(Hold(self._name, seconds, note))
         self.note = note
         return self._name
+
+    def clean_up(self, target: str, path: Path | str) -> None:
+        """Have `target`, a `module:function`, remove a file or a folder when the server ends.
+
+        So also where this process is killed. Errors are dropped. Raises ForkServerError.
+        """
+        self._ask(CleanUp(target, str(path)))
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process. Raises ForkServerError."""

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -43,6 +44,14 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     note: str
 
 
+class CleanUp(msgspec.Struct, frozen=True, tag=True):
+    """Remove something when the server ends: the launcher may have been killed, and not have done so."""
+
+    target: str
+    """`module:function`, called with the path. It finds out whether anybody uses that."""
+    path: str
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """Kill all, and end."""
 
@@ -69,7 +78,7 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
     """As in subprocess, the exit code or minus the signal."""
 
 
-Request = ProcessSpec | Kill | KillAll | Hold | End
+Request = ProcessSpec | Kill | KillAll | Hold | CleanUp | End
 News = Started | ProcessEnded | Adopted
 decode_request: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
 decode_news: Callable[[bytes], News] = msgspec.json.Decoder(News).decode
@@ -101,8 +110,8 @@ def user_of(connection: socket.socket) -> int:
     return user
 
 
-def load_target(target: str) -> Callable[[bytes], int]:
+def load_target(target: str) -> Callable[[Any], Any]:
     """What `module:function` names."""
     module, _, function = target.partition(":")
-    found: Callable[[bytes], int] = getattr(importlib.import_module(module), function)
+    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
     return found

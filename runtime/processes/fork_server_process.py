@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream.runtime.processes.fork_server_messages import (
     Adopted,
+    CleanUp,
     End,
     Hold,
     Kill,
@@ -53,6 +54,8 @@ class _Server:
         self._listener: socket.socket | None = None
         self._launcher: socket.socket | None = None
         """The connection to one that has adopted this server."""
+        self._clean_up: dict[CleanUp, None] = {}
+        """What to remove at the end."""
 
     def serve(self) -> None:
         try:
@@ -63,6 +66,9 @@ class _Server:
             self._kill_all()
             for pid in self._alive.values():
                 os.waitpid(pid, 0)
+            for one in self._clean_up:
+                with contextlib.suppress(Exception):  # nobody is there who could be told
+                    load_target(one.target)(one.path)
 
     def _serve_one(self) -> None:
         """Serve one launcher, as long as it lives."""
@@ -130,6 +136,8 @@ class _Server:
                 self._kill(request.name)
             elif isinstance(request, Hold):
                 self._held(request)
+            elif isinstance(request, CleanUp):
+                self._clean_up[request] = None
             elif isinstance(request, End):
                 self._hold, self._asked.closed = None, True
             else:

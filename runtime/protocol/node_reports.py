@@ -6,6 +6,7 @@ sockets in a folder that only this user can enter. Where the agent does not answ
 """
 
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -24,6 +25,7 @@ from slipstream.schedules.schedule import Worker
 AGENT_SECONDS = 10.0
 """An agent that has not passed on an answer for so long is not waited for any more."""
 _MOST_BYTES = 2**20
+_PREFIX = "slipstream-"
 _REPORT, _ANSWER = msgspec.json.Decoder(ReportOf), msgspec.json.Decoder(Acknowledged)
 
 
@@ -31,8 +33,11 @@ class Gatherer:
     """The agent's end."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-")
-        self.address = str(Path(self._folder.name, "agent"))
+        _remove_abandoned()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+        self.folder = self._folder.name
+        """Removed at the end, unless the agent is killed."""
+        self.address = str(Path(self.folder, "agent"))
         self._socket = _bound(self.address)
         self._workers: dict[Worker, dict[int, str]] = {}
         """By rank, where the last report of each process came from."""
@@ -122,6 +127,17 @@ class Reporter:
             while self._socket is not None:
                 found.append(_ANSWER.decode(self._socket.recv(_MOST_BYTES)))
         return found
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of this user's agents that were killed: their sockets take nothing."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/agent"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as tried:
+            if path.parent.stat().st_uid == os.getuid():
+                try:
+                    tried.connect(str(path))
+                except ConnectionRefusedError:
+                    shutil.rmtree(path.parent)
 
 
 def _bound(address: str) -> socket.socket:

@@ -176,12 +176,18 @@ def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identit
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint; None where there is none.
+    """Open the newest complete checkpoint; None where there is none.
 
     Raises CheckpointError when it cannot be read, or is not of a job with this `identity`.
     """
-    found = _numbered(folder, _COMPLETE)
-    return open_checkpoint(found[max(found)], identity) if found else None
+    while found := complete(folder):
+        newest = found[max(found)]
+        try:
+            return open_checkpoint(newest, identity)
+        except CheckpointError:
+            if is_complete(newest):
+                raise
+    return None
 
 
 def complete(folder: Path) -> dict[int, Path]:
@@ -189,16 +195,38 @@ def complete(folder: Path) -> dict[int, Path]:
     return _numbered(folder, _COMPLETE)
 
 
+def is_complete(path: Path) -> bool:
+    """Say whether a folder is a checkpoint. It may have been removed, for newer ones, since it was found."""
+    return (path / MANIFEST).exists()
+
+
+def reopened(found: Checkpoint) -> Checkpoint:
+    """A checkpoint that was found before, or, where newer ones have replaced it since, the newest of those.
+
+    Raises CheckpointError where none is there.
+    """
+    if not is_complete(found.path) and (newest := latest(found.path.parent)) is not None:
+        return newest
+    open_checkpoint(found.path)
+    return found
+
+
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """The checkpoint in a folder. Raises CheckpointError as `latest` does."""
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
-    if identity is not None:
-        _require_same(source, manifest.identity, identity)
     if [one.layer for one in manifest.layers] != list(range(len(manifest.layers))) \
             or manifest.identity.get("layers") != len(manifest.layers):
         raise DamagedError(f"{source}: does not name each layer of the model once; it is damaged")
-    return Checkpoint(path, manifest)
+    checkpoint = Checkpoint(path, manifest)
+    if identity is not None:
+        require_job(checkpoint, identity)
+    return checkpoint
+
+
+def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+    """Raises CheckpointError unless a checkpoint is of a job with this `identity`."""
+    _require_same(checkpoint.path / MANIFEST, checkpoint.manifest.identity, identity)
 
 
 def require_whole(checkpoint: Checkpoint) -> Checkpoint:
@@ -219,12 +247,16 @@ def newest_whole(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedErr
 
     Raises CheckpointError where one cannot be read for another reason.
     """
-    damaged, found = dict[Path, DamagedError](), complete(folder)
-    for number in sorted(found, reverse=True):
+    damaged = dict[Path, DamagedError]()
+    while left := [path for _, path in sorted(complete(folder).items()) if path not in damaged]:
         try:
-            return require_whole(open_checkpoint(found[number])), damaged
-        except DamagedError as error:
-            damaged[found[number]] = error
+            return require_whole(open_checkpoint(left[-1])), damaged
+        except CheckpointError as error:
+            if not is_complete(left[-1]):
+                continue
+            if not isinstance(error, DamagedError):
+                raise
+            damaged[left[-1]] = error
     return None, damaged
 
 
@@ -249,7 +281,7 @@ def tidy(folder: Path) -> None:
     """
     for pattern in (_SAVING, _COMPLETE):
         for path in _named(folder, pattern).values():
-            if pattern is _SAVING or not (path / MANIFEST).exists():
+            if pattern is _SAVING or not is_complete(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 _drop_unnamed(path)
@@ -364,7 +396,7 @@ def _drop_unnamed(path: Path) -> None:
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return {number: path for number, path in _named(folder, pattern).items()
-            if pattern is _SAVING or (path / MANIFEST).exists()}
+            if pattern is _SAVING or is_complete(path)}
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

@@ -5,14 +5,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import msgspec
 
 from slipstream.runtime.processes import fork_server
 from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer
 from slipstream.runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
+from slipstream.runtime.protocol.node_reports import Gatherer
+from slipstream.runtime.run_folder import clean_up, lock_of, locked
 from tests import patience
-from tests.runtime.running import command_environment, wait_until_gone
+from tests.runtime.forked import fork_server_of_launcher
+from tests.runtime.launchers import Launcher
+from tests.runtime.running import below, command_environment, wait_until_gone
 
 KILLED = """
 import os, signal, sys
@@ -30,6 +37,41 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
     done = subprocess.run([sys.executable, "-c", KILLED], env=command_environment(), stderr=subprocess.PIPE, text=True,
                           timeout=patience.SECONDS, check=False)
     assert done.returncode == -9 and done.stderr == ""
+
+
+def leave(folder: str, killed: str) -> None:
+    """Be killed, with the fork server or without it, while a lock and a folder are there."""
+    tempfile.tempdir, out = folder, Path(folder)
+    with locked(out, 1), Gatherer() as gatherer:
+        server = fork_server_of_launcher()
+        server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 1))
+        server.clean_up("shutil:rmtree", gatherer.folder)
+        for pid in below(os.getpid()) if killed == "both" else ():
+            os.kill(pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_in(folder: str) -> list[Path]:
+    return [*Path(folder).glob(".node-*.lock"), *Path(folder).glob("slipstream-*")]
+
+
+def test_what_a_launcher_that_was_killed_leaves_is_removed_by_the_fork_server_or_by_the_next_one(monkeypatch, tmp_path):
+    """The next one, where the fork server was killed, too. What somebody uses stays."""
+    log = tmp_path / "log"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # addresses of sockets are short
+        for killed in ("one", "both"):
+            launcher = Launcher(f"{__name__}:leave", folder, killed, log=log)
+            assert launcher.wait(patience.SECONDS) == -signal.SIGKILL, log.read_text()
+            deadline = time.monotonic() + patience.SECONDS
+            while killed == "one" and left_in(folder) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert len(left_in(folder)) == (0 if killed == "one" else 2)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with Gatherer(), locked(Path(folder), 0), locked(Path(folder), 2):
+            clean_up(Path(folder))
+            with Gatherer():
+                assert len(left_in(folder)) == 4
+        assert not left_in(folder)
 
 
 LOADS = """

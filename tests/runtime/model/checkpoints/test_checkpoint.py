@@ -17,7 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.model.checkpoints.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
+from slipstream.runtime.model.checkpoints import checkpoint
+from slipstream.runtime.model.checkpoints.checkpoint import (
+    KEEP,
+    CheckpointError,
+    complete,
+    identity_of,
+    latest,
+    load,
+    newest_whole,
+    open_checkpoint,
+    reopened,
+    save,
+)
 from slipstream.runtime.model.checkpoints.parameters import (
     layer_path,
     load_layer,
@@ -128,6 +140,27 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     assert_same(load(found, range(4)), states())
     write(tmp_path, 30, states(3))
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-10", "iteration-30"}
+
+
+@pytest.mark.parametrize(("find", "reads"), [(latest, "open_checkpoint"), (newest_whole, "open_checkpoint"),
+                                             (newest_whole, "require_whole")])
+def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_is_taken(
+        find, reads, monkeypatch, tmp_path) -> None:
+    """As by workers whose node 0 has died, or by a run that goes on in the folder."""
+    write(tmp_path, 10, states())
+    [before], read = complete(tmp_path).values(), getattr(checkpoint, reads)
+    found = open_checkpoint(before)
+
+    def replaced(*given):
+        monkeypatch.setattr(checkpoint, reads, read)
+        for iteration in range(20, 20 + KEEP):
+            write(tmp_path, iteration, states(iteration))
+        return read(*given)
+
+    monkeypatch.setattr(checkpoint, reads, replaced)
+    newest, damaged = find(tmp_path) if find is newest_whole else (find(tmp_path), {})
+    assert newest is not None and newest.iteration == 19 + KEEP and not damaged
+    assert reopened(found).iteration == 19 + KEEP
 
 
 def test_a_full_disk_loses_nothing(tmp_path) -> None:

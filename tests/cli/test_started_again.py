@@ -1,0 +1,28 @@
+"""The process that leads a run, and its parent, which starts it again."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.shared.started_again import started_again
+from tests import patience
+from tests.runtime.launchers import Launcher
+
+
+def ended_by(folder: str, name: str) -> None:
+    """Lead a run that a signal ends which nobody has taken over."""
+    started_again(Path(folder), print)
+    signal.signal(signal.Signals[name], signal.SIG_DFL)
+    os.kill(os.getpid(), signal.Signals[name])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no process ends with its parent elsewhere")
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", -1)])
+def test_a_run_that_is_told_to_end_has_a_status_at_its_very_beginning_and_end_too(name, status, tmp_path):
+    """Supervisors, and tests, tell it from one that has crashed."""
+    log = tmp_path / "log"
+    launcher = Launcher(f"{__name__}:ended_by", tmp_path, name, log=log)
+    assert launcher.wait(patience.SECONDS) == status, log.read_text()
