@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from slipstream.runtime.replay.session import Session
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.precedence import op_key, producers
 from slipstream.schedules.schedule import OpKind, Schedule, Worker
+from tests import patience
 from tests.generate import schedules
 from tests.jobs import grid
 from tests.runtime.running import judge, schedule_for, tiny
@@ -37,7 +39,8 @@ CPU = torch.device("cpu")
 class Lone:
     """A worker that has everything, in this process."""
 
-    def __init__(self, schedule: Schedule, iterations: int, before_op: BeforeOp = lambda *_: None) -> None:
+    def __init__(self, schedule: Schedule, iterations: int, before_op: BeforeOp = lambda *_: None,
+                 before_step: Callable[[int], None] = lambda _: None) -> None:
         config, worker = tiny(), Worker(0, 0)
         self.store, _ = host_store()
         self.session = Session(Membership(1, {worker: 0}, worker), links=Links("gloo"), device=CPU, store=self.store)
@@ -51,6 +54,7 @@ class Lone:
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
             schedule, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
+            before_step=before_step,
             steps=Steps(holding, config.training, layers=model.layers, share=None,
                         staggered=True),
             exchange=Exchange(schedule, self.session, [forms(model, config)[cut] for cut in placement.cuts],
@@ -124,6 +128,22 @@ class TestReductionsBesideCompute:
         lone = Lone(self.SCHEDULE, 1, lambda _iteration, _place, kind: kinds.append(kind))
         lone.run(1)
         assert "".join(kinds).endswith("WWWAWWAWWAWWAO"), "two micro-batches are cut"
+        lone.session.close()
+
+    def test_are_all_there_before_the_state_is_copied_that_a_step_overwrites(self, monkeypatch):
+        """Only then has everybody passed on something of this iteration, so that nobody undoes the step before."""
+        waits, ended, copied = threading.Event(), list[int](), list[int]()
+
+        def summed(*_: object) -> None:
+            assert waits.wait(patience.SECONDS)
+            ended.append(1)
+
+        lone = Lone(self.SCHEDULE, 2, before_step=lambda _: copied.append(len(ended)))
+        wait = lone.session.wait_beside
+        monkeypatch.setattr(lone.session, "sum_over_sharers", summed)
+        monkeypatch.setattr(lone.session, "wait_beside", lambda: (waits.set(), wait()))
+        lone.run(2)
+        assert copied == [self.KINDS.count(OpKind.A), 2 * self.KINDS.count(OpKind.A)]
         lone.session.close()
 
     def test_fail_as_if_it_had_waited(self, monkeypatch):

@@ -16,6 +16,7 @@ from slipstream.runtime.launch import run
 from slipstream.runtime.model.state.clipping import ADDED, clip_factor
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.steps import UNCLIPPED, Steps
+from slipstream.runtime.model.state.version import Version
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.tools.reference import reference_run
 from tests.jobs import grid
@@ -104,6 +105,24 @@ def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     assert pair.weights[0] == weight and pair.validated == [0]
     pair.validate()
     assert pair.workers[1].void and pair.weights == [weight, 0.0]
+
+
+@pytest.mark.parametrize(("own", "others"), [(math.nan, 0.0), (1.0, math.inf)])
+def test_a_step_that_is_left_out_is_one_whose_parameters_are_still_to_come(own: float, others: float) -> None:
+    """Others may have guessed a step, and give their parts of it: what is held counts as whole only after that."""
+    pair = Pair(CLIPPED)
+    steps, optimizer = pair.workers[0], pair.workers[0]._holding.optimizer
+    optimizer.as_after(-1)
+    optimizer.gathered(-1)
+    pair.wires.given.append([0.0, others, 0.0])
+    pair.wires.open = True
+    pair.layers[0].weight.grad.fill_(own)
+    steps.step(0, loss=0.0)
+    steps.poll()
+    assert steps.validated == (0, None) and pair.weights[0] == 0.0
+    assert optimizer.version == Version(0) and optimizer.parameters == Version(0, whole=False)
+    steps.go_back(-1, None)
+    assert optimizer.version == Version(-1) and not optimizer.parameters.whole
 
 
 @pytest.mark.parametrize("watched", [False, True])
