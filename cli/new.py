@@ -10,8 +10,10 @@ import typer
 from slipstream.cli.shared.console import completing, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.options import ANSWER, Json
-from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate
 from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
+from slipstream.planner.job.model_config import FAMILIES, read_model
+from slipstream.planner.job.model_shape import ModelLayers, ModelShape
 from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
@@ -19,8 +21,8 @@ from slipstream.planner.job.toml import job_text, rounded
 
 T = TypeVar("T")
 MOST = 2**31
-BEGIN, OF_TRACE, EITHER = "Three ways to begin", "With --trace", "With --trace or --layers"
-MODEL, CLUSTER = "With --layers: the model", "With --layers: the cluster"
+BEGIN, OF_TRACE, EITHER = "Four ways to begin", "With --trace", "With --trace, --model or --layers"
+MODEL, CLUSTER = "With --layers: the model", "With --model or --layers: sequences and the cluster"
 """Groups of options in the help."""
 
 Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME",
@@ -32,8 +34,11 @@ Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BE
     "file of ByteDance's StragglerAnalysis."))]
 Pattern = Annotated[str | None, typer.Option("--pattern", rich_help_panel=OF_TRACE, metavar="REGEX", help=(
     "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))]
+Model = Annotated[Path | None, typer.Option("--model", rich_help_panel=BEGIN, metavar="FILE", help=(
+    "Estimate the model of a config.json, as transformers writes it, or of the folder with it. Its layers may be "
+    f"unlike. Known model types: {', '.join(FAMILIES)}."))]
 Layers = Annotated[int | None, typer.Option("--layers", rich_help_panel=BEGIN, metavar="N", min=1, max=100_000, help=(
-    "Estimate a transformer with so many layers."))]
+    "Estimate a transformer with so many layers, all alike."))]
 Hidden = Annotated[int | None, typer.Option("--hidden", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
     "Its hidden size."))]
 Heads = Annotated[int | None, typer.Option("--heads", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
@@ -44,7 +49,7 @@ Ffn = Annotated[int | None, typer.Option("--ffn", rich_help_panel=MODEL, metavar
     "Width of its feed-forward part. Default: 4 x hidden size."))]
 Gated = Annotated[bool, typer.Option("--gated", rich_help_panel=MODEL, help=(
     "Three feed-forward matrices (SwiGLU), not two."))]
-Sequence = Annotated[int | None, typer.Option("--sequence", rich_help_panel=MODEL,
+Sequence = Annotated[int | None, typer.Option("--sequence", rich_help_panel=CLUSTER,
                                               metavar="N", min=1, max=2**24, help="Tokens in a sequence.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocabulary", rich_help_panel=MODEL,
                                                 metavar="N", min=1, max=2**24, help="Size of its vocabulary.")]
@@ -86,35 +91,38 @@ Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Ov
 
 
 _OF_ALL = {"out_file", "force", "json"}
-"""Options of all three ways to begin."""
+"""Options of all ways to begin."""
 _OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
 """Options for a job from a trace."""
+_OF_SHAPES = {"layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocabulary"}
+"""Options that say what a config.json says, too."""
 
 
 def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None,
-        layers: Layers = None, hidden: Hidden = None, heads: Heads = None, kv_heads: KvHeads = None, ffn: Ffn = None,
-        gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
-        peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
-        shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
-        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = None,
-        stage_layers: StageLayers = None, workers_per_node: WorkersPerNode = None, name: Name = None,
-        out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
+        model: Model = None, layers: Layers = None, hidden: Hidden = None, heads: Heads = None,
+        kv_heads: KvHeads = None, ffn: Ffn = None, gated: Gated = False, sequence: Sequence = None,
+        vocabulary: Vocabulary = None, gpu: Gpu = None, peak_tflops: Peak = None, efficiency: Efficiency = 0.5,
+        tensor_parallel: TensorParallel = 1, shard_optimizer: ShardOptimizer = False,
+        microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
+        microbatches: Microbatches = None, transfer: Transfer = None, stage_layers: StageLayers = None,
+        workers_per_node: WorkersPerNode = None, name: Name = None, out_file: OutFile = Path("job.toml"),
+        force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
-    Asks for what no option says. The estimate counts matrix products and attention, and reads bandwidths off data
-    sheets; `slipstream profile` measures.
+    Asks for what no option says. The estimate counts matrix products, attention and scans, and reads bandwidths off
+    data sheets; `slipstream profile` measures.
     """
-    ways = [preset_name is not None, bool(trace), layers is not None or hidden is not None]
+    ways = [preset_name is not None, bool(trace), model is not None, layers is not None or hidden is not None]
     if sum(ways) > 1:
-        refuse("--preset, --trace and --layers are three ways to begin: take one")
+        refuse("--preset, --trace, --model and --layers are four ways to begin: take one")
     if preset_name is not None:
         _preset(preset_name, shard_optimizer=shard_optimizer)  # refused before a file that is there already
     require_writable(out_file)
     if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
-    way = ("preset", "trace", "model")[ways.index(True)] if any(ways) else \
+    way = ("preset", "trace", "config", "model")[ways.index(True)] if any(ways) else \
         _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"),
-             "--preset, --trace, or --layers and the others")
+             "--preset, --trace, --model, or --layers and the others")
     _refuse_unused_options(context, way)
     if way == "preset":
         text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str,
@@ -124,23 +132,17 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         files = trace or [_ask("Which trace file?", None, Path, "--trace")]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer, stage_layers)
     else:
-        shape = ModelShape(
-            layers=layers or _count("Layers?", 32, "--layers"),
-            hidden=hidden or _count("Width (hidden size)?", 4096, "--hidden"),
-            heads=heads or _count("Heads?", 32, "--heads"),
-            sequence=sequence or _count("Tokens per sequence?", 4096, "--sequence"),
-            vocabulary=vocabulary or _count("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
-            gated=gated)
+        described = _model_layers(model, layers, hidden, heads, sequence, vocabulary, kv_heads, ffn, gated=gated)
         layout = ModelLayout(
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4, "--pipelines"),
             stages=stages or _count("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer)
         try:
-            text = job_text(*estimate(name or "my-model", shape, layout))
+            text = job_text(*estimate(name or "my-model", described, layout))
         except ValueError as error:
             refuse(error)
-    if way == "model" and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
+    if way in ("config", "model") and workers_per_node is None and sys.stdin.isatty() and pipelines is None:
         workers_per_node = _count("Workers per node (machine)?", 1, "--workers-per-node")
     if workers_per_node is not None and workers_per_node > 1:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
@@ -153,11 +155,33 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
             continue
+        of_model = name not in {"preset_name", "trace", "pattern", "transfer", "stage_layers"}
         used = {"preset": name in {"preset_name", "shard_optimizer"}, "trace": name in _OF_TRACES,
-                "model": name not in {"preset_name", "trace", "pattern", "transfer", "stage_layers"}}
+                "config": of_model and name not in _OF_SHAPES, "model": of_model and name != "model"}
         if not used[way]:
             refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
                    + (", and edit the file that is written" if way == "preset" else ""))
+
+
+def _model_layers(config: Path | None, layers: int | None, hidden: int | None, heads: int | None, sequence: int | None,
+                  vocabulary: int | None, kv_heads: int | None, ffn: int | None, *, gated: bool) -> ModelLayers:
+    """The layers of the model that a config.json or options describe; asks for what is missing."""
+    if config is not None:
+        try:
+            return read_model(config, sequence or _count("Tokens per sequence?", 4096, "--sequence"))
+        except JobError as error:
+            refuse(error)
+    shape = ModelShape(
+        layers=layers or _count("Layers?", 32, "--layers"),
+        hidden=hidden or _count("Width (hidden size)?", 4096, "--hidden"),
+        heads=heads or _count("Heads?", 32, "--heads"),
+        sequence=sequence or _count("Tokens per sequence?", 4096, "--sequence"),
+        vocabulary=vocabulary or _count("Vocabulary?", 128_000, "--vocabulary"), kv_heads=kv_heads, ffn=ffn,
+        gated=gated)
+    try:
+        return shape.by_layer()
+    except ValueError as error:
+        refuse(error)
 
 
 def _finish(text: str, path: Path, json: bool) -> None:

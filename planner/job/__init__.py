@@ -3,7 +3,9 @@
     toml              reads a table key by key, and checks every value; writes job files
     file              TOML to a checked `Job`
     layers            what each layer costs; the memory of optimizer state that holders share, while some are down
-    estimate          stage times and memory from a model's shape and a GPU's data sheet
+    model_shape       what each layer of a model does and holds, by formulas
+    model_config      the layers of a model by its config.json
+    estimate          stage times and memory from a model's layers and a GPU's data sheet
     profiler_trace    stage times from Chrome traces
     presets/          job files to start from
 """

@@ -1,21 +1,22 @@
 """Estimates a job file for a model that has not been measured: stage times and memory from shapes and data sheets.
 
-Floating-point operations of a layer are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 for each
-parameter and token in matrix products, 4 b s^2 h for attention scores and values. I costs as much as F in the products
-and twice as much in attention; W as much in the products and nothing in attention. Element-wise ops are not counted,
-so a measured W is shorter, relative to its F, than the estimate. Activations are those of Korthikanti et al. (2022,
-arXiv 2205.05198) with attention recomputed or fused, 34 s b h bytes a layer; W needs 32 s b h of them (Qi et al. 2023,
-arXiv 2401.10241).
+`model_shape` says what a layer does and holds for each token. I costs as much as F in the products and twice as much in
+attention and scans; W as much in the products and nothing in the others. Products take as long as it takes to read
+their weights, or in W to add to their gradients, at least: what experts with few tokens each are bound by. Element-wise
+ops are not counted but for the loss, so a measured W is shorter, relative to its F, than the estimate.
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from slipstream.planner.job.layers import share
+from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLayers
 from slipstream.planner.job.toml import rounded
 
 BYTES_HELD = 18
@@ -28,6 +29,10 @@ BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
 """What is."""
 UNIT_BYTES = 10**6
 """The unit of memory, on each GPU."""
+BYTES_READ = 2
+"""Moved by F and by I for each parameter in products: the bf16 weight, read once."""
+BYTES_ADDED = 8
+"""Moved by W: the float32 gradient, read and written."""
 BYTES_STEPPED = 34
 """Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
 
@@ -53,33 +58,6 @@ GPUS = {gpu.name: gpu for gpu in (
     GpuSpec(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
 )}
 """By name, from NVIDIA's data sheets. Network: one port of 200 Gb/s (A100) or 400 Gb/s for each GPU."""
-
-
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    kv_heads: int | None = None
-    """Heads of keys and values; None: as many as of queries."""
-    ffn: int | None = None
-    """Width of the feed-forward part; None: 4 x hidden."""
-    gated: bool = False
-    """Whether the feed-forward part has three matrices (SwiGLU) instead of two."""
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of the matrices of one layer."""
-        attention = 2 * self.hidden**2 * (1 + (self.kv_heads or self.heads) / self.heads)
-        return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model, with separate embedding and head."""
-        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +89,7 @@ class _Cost(NamedTuple):
     """What some layers need for one micro-batch, on each GPU of a worker."""
 
     forward: float
-    """Floating-point operations; so are the two below."""
+    """Seconds; so are the two below."""
     backward_input: float
     backward_weight: float
     activation: float
@@ -124,20 +102,19 @@ class _Cost(NamedTuple):
     """All the time."""
 
 
-def estimate(name: str, shape: ModelShape, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The tables of a job file, and the comments that say how they were made.
 
     Raises ValueError, with one line, where there are more stages than layers or the model does not fit.
     """
-    if layout.stages > shape.layers:
-        raise ValueError(f"{layout.stages} stages for {shape.layers} layers; expected at most one stage a layer")
-    if shape.hidden % shape.heads or shape.heads % (shape.kv_heads or shape.heads):
-        raise ValueError(f"hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads or shape.heads} heads of "
-                         "keys and values: expected each to divide the one before")
-    counts = _layer_counts(shape, layout)
+    if layout.stages > len(model.layers):
+        raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage a layer")
+    tokens = layout.microbatch_size * model.sequence
+    work = [sum(_seconds(layer, layout, tokens)) for layer in model.layers]
+    counts = divide_layers(work, layout.stages)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
-    stages = [_costs(shape, layout, begin, end, whole=begin == 0) for begin, end in pairwise(ends)]
-    layers = [_costs(shape, layout, layer, layer + 1, whole=layer < counts[0]) for layer in range(shape.layers)]
+    layers = [_cost(layer, layout, tokens, whole=index < counts[0]) for index, layer in enumerate(model.layers)]
+    stages = [_Cost(*map(sum, zip(*layers[begin:end], strict=True))) for begin, end in pairwise(ends)]
     by_layer: dict[str, Sequence[float]] = {**_times(layers, layout), **_sizes(layers)}
 
     def summed(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
@@ -145,7 +122,7 @@ def estimate(name: str, shape: ModelShape, layout: ModelLayout) -> tuple[dict[st
         return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
                 for key, values in of_layers.items()}
 
-    boundary_bytes = 2 * layout.microbatch_size * shape.sequence * shape.hidden
+    boundary_bytes = VALUE_BYTES * tokens * model.hidden
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
     tables: dict[str, Any] = {
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
@@ -162,55 +139,45 @@ def estimate(name: str, shape: ModelShape, layout: ModelLayout) -> tuple[dict[st
         training |= {"dtype": "bf16", "master_weights": True, "shard_optimizer": True}
     if training:
         tables["training"] = training
-    return tables, _comments(shape, layout)
+    return tables, _comments(model, layout)
 
 
-def _layer_counts(shape: ModelShape, layout: ModelLayout) -> list[int]:
-    """The layers of each stage."""
-    tokens = layout.microbatch_size * shape.sequence
-    layer = 3 * (2 * shape.layer_parameters * tokens + _attention(shape, layout))
-    return _layers_by_stage(shape.layers, layout.stages, layer, 6 * tokens * shape.hidden * shape.vocabulary)
+def _seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
+    """What F, I and W of a layer take for so many tokens."""
+    gpus, bandwidth = layout.tensor_parallel, layout.gpu.memory_bandwidth * layout.tensor_parallel
+    rate = layout.gpu.flops * layout.efficiency * gpus
+    products, mixing = 2 * layer.used * tokens, layer.mixing * tokens
+    loss, reading = layer.loss_bytes * tokens / bandwidth, BYTES_READ * layer.matrices / bandwidth
+    return (max((products + mixing) / rate, reading) + loss, max((products + 2 * mixing) / rate, reading) + loss,
+            max(products / rate, BYTES_ADDED * layer.matrices / bandwidth))
 
 
-def _attention(shape: ModelShape, layout: ModelLayout) -> int:
-    """Floating-point operations of the attention of a layer."""
-    return 4 * layout.microbatch_size * shape.sequence**2 * shape.hidden
-
-
-def _costs(shape: ModelShape, layout: ModelLayout, begin: int, end: int, *, whole: bool) -> _Cost:
-    """What layers `begin` to `end` - 1 need; the embedding is with the first layer, the head with the last.
+def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
+    """What a layer needs.
 
     `whole`: the first stage's input needs no gradient, so torch leaves its whole backward to W.
     """
-    tokens, count = layout.microbatch_size * shape.sequence, end - begin
-    attention, products = _attention(shape, layout), 2 * shape.layer_parameters * tokens
-    first, last = begin == 0, end == shape.layers
-    head = 2 * tokens * shape.hidden * shape.vocabulary * last
-    backward_input, backward_weight = count * (products + 2 * attention) + head, count * products + head
-    parameters = (count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden) \
-        / layout.tensor_parallel
-    return _Cost(
-        forward=count * (products + attention) + head,
-        backward_input=0 if whole else backward_input,
-        backward_weight=backward_weight + backward_input if whole else backward_weight,
-        activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
-        stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
-        recomputed=(2 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
-        parameters=parameters, held_bytes=layout.held_bytes * parameters)
+    forward, backward_input, backward_weight = _seconds(layer, layout, tokens)
+    activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
+                                     for amount in (layer.activation, layer.stash, layer.recomputed))
+    parameters = layer.parameters / layout.tensor_parallel
+    return _Cost(forward=forward, backward_input=0 if whole else backward_input,
+                 backward_weight=backward_weight + backward_input if whole else backward_weight,
+                 activation=activation, stash=stash, recomputed=recomputed, parameters=parameters,
+                 held_bytes=layout.held_bytes * parameters)
 
 
 def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
     """Seconds of each op, by stage or by layer."""
     gpu = layout.gpu
-    rate = gpu.flops * layout.efficiency * layout.tensor_parallel
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
     step, gather = layout.stepped * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
     if layout.shard_optimizer:  # reduced to the owner of each part, then copied to its buddy; bf16 weights are gathered
         ring, gather = 4 / gpu.network, 2 * (layout.pipelines - 1) / layout.pipelines / gpu.network
     return {
-        "forward": rounded([cost.forward / rate for cost in costs]),
-        "backward_input": rounded([cost.backward_input / rate for cost in costs]),
-        "backward_weight": rounded([cost.backward_weight / rate for cost in costs]),
+        "forward": rounded([cost.forward for cost in costs]),
+        "backward_input": rounded([cost.backward_input for cost in costs]),
+        "backward_weight": rounded([cost.backward_weight for cost in costs]),
         "optimizer": rounded([cost.parameters * (step + gather) for cost in costs]),
         "all_reduce": rounded([cost.parameters * ring for cost in costs]),
     }
@@ -233,7 +200,7 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
             "recomputed": [math.ceil(cost.recomputed / UNIT_BYTES) for cost in costs]}
 
 
-def _comments(shape: ModelShape, layout: ModelLayout) -> dict[str, list[str]]:
+def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
     gpu = layout.gpu
     held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
             "which a step can be undone."]
@@ -241,21 +208,36 @@ def _comments(shape: ModelShape, layout: ModelLayout) -> dict[str, list[str]]:
         held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
                 f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
                 "which each has more when some are down."]
+    size = f"{model.parameters / 1e9:.3g} billion parameters"
+    if model.ends_merged:
+        what = [f"Estimated, not measured: {size} ({len(model.layers)} layers of "
+                f"width {model.hidden}), sequences of {model.sequence},"]
+        times = ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;"]
+        held += ["activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
+                 "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again."]
+        placement = "Decoder layers of each stage; the embedding is with the first of them, the head with the last."
+        by_layer = "How a stage divides over its layers; the embedding is with the first, the head with the last."
+    else:
+        what = [f"Estimated, not measured: {size}, {model.used / 1e9:.3g} billion in products for a token. Layers:",
+                *textwrap.wrap(f"{model.describe()},", 118),
+                f"of width {model.hidden}, sequences of {model.sequence},"]
+        times = ["Seconds. Matrix products, attention, scans and the loss; optimizer: AdamW, bound by memory "
+                 "bandwidth;"]
+        held += ["activation: what the backward reads (attention and scans fused); weight_stash: inputs of products "
+                 "and gradients of outputs.",
+                 "recomputed: inputs of layers, held where [training] recompute = \"auto\" has activations computed "
+                 "again."]
+        placement = "Layers of each stage; the embedding is the first of them, the head with the loss the last."
+        by_layer = "How a stage divides over its layers, embedding and head included."
     comments = {
-        "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
-             f"width {shape.hidden}), sequences of {shape.sequence},",
-             f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
+        "": [*what, f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
              f"{layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
-        "time": ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;",
+        "time": [*times,
                  f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
         "memory": [*held,
-                   "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
-                   "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again.",
                    f"weights: those {layout.held_bytes:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
-        "placement": ["Decoder layers of each stage; the embedding is with the first of them, the head with the last."],
-        "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
-    }
+        "placement": [placement], "layers": [by_layer]}
     if layout.tensor_parallel > 1:
         comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
                              "gradients: transfer and all_reduce are from rank to",
@@ -263,6 +245,32 @@ def _comments(shape: ModelShape, layout: ModelLayout) -> dict[str, list[str]]:
                              f"{layout.efficiency:.0%}."]
         comments["training"] = ["Processes of a worker, one GPU each."]
     return comments
+
+
+def divide_layers(work: Sequence[float], stages: int) -> list[int]:
+    """Layers of each stage, at least one, for the least work of the busiest stage.
+
+    Of such divisions, one with the least sum of squares of the stages' work, so that the others are even, too.
+    """
+    inner = work[1:-1]
+    if inner and max(inner) <= min(inner) == work[0]:
+        return _layers_by_stage(len(work), stages, work[0], work[-1] - work[0])
+    ends = np.concatenate([[0.0], np.cumsum(work)])
+    load = np.tril(ends[:, None] - ends[None, :]).astype(float)  # of layers from the column's to before the row's
+    load[np.triu_indices(len(ends))] = np.inf
+    longest = load[:, 0]
+    for _ in range(stages - 1):
+        longest = np.maximum(load, longest[None, :]).min(axis=1)
+    allowed = np.where(load <= longest[-1] * (1 + 1e-9), load**2, np.inf)
+    squares, choices = allowed[:, 0], []
+    for _ in range(stages - 1):
+        options = allowed + squares[None, :]
+        choices.append(options.argmin(axis=1))
+        squares = options.min(axis=1)
+    begins = [len(work)]
+    for choice in reversed(choices):
+        begins.append(int(choice[begins[-1]]))
+    return [end - begin for begin, end in pairwise(reversed([*begins, 0]))]
 
 
 def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:

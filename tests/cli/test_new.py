@@ -10,6 +10,7 @@ from slipstream.planner.job.presets import preset, preset_names
 from slipstream.planner.plan import plan_job
 from slipstream.schedules import codec
 from tests.jobs import grid
+from tests.planner.job.model_configs import GEMMA_2_9B
 
 MODEL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--sequence", 2048, "--vocabulary", 50_000, "--gpu", "a100",
          "--pipelines", 2, "--stages", 4, "--microbatches", 8]
@@ -48,11 +49,23 @@ def test_a_model_by_options_or_by_answers(tmp_path):
     (["--preset", "gpt-1.5b", "--name", "mine"], "--name", "preset"),
     (["--trace", "t.json", "--gpu", "h100"], "--gpu", "trace"),
     ([*MODEL, "--transfer", 0.1], "--transfer", "model"),
+    (["--model", "config.json", "--heads", 3], "--heads", "config"),
 ])
 def test_options_that_would_not_be_used_are_refused(arguments, option, way, tmp_path):
     done = new(*arguments, "--out", tmp_path / "job.toml")
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "job.toml").exists()
     assert f"{option}: not used for a job from a {way}" in done.stderr
+
+
+def test_a_model_by_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_2_9B))
+    done = new("--model", tmp_path / "config.json", "--sequence", 4096, *MODEL[10:], "--tensor-parallel", 8,
+               "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    assert sum(read_job(tmp_path / "job.toml").layers) == 44
+    assert "21 x sliding attention + MLP, 21 x full attention + MLP, head" in (tmp_path / "job.toml").read_text()
+    done = new("--model", tmp_path / "none.json", *MODEL[10:], "--sequence", 8, "--out", tmp_path / "other.toml")
+    assert done.exit_code == 2 and "none.json: cannot be read" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_its_own_trace(tmp_path):
@@ -101,7 +114,7 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--preset", "gpt-9"], "--preset gpt-9: expected one of gpt-1.5b"),
     (["--preset", "gpt-1.5b", "--shard-optimizer"], "--shard-optimizer: the preset gpt-1.5b is no estimate"),
-    (["--preset", "gpt-1.5b", "--layers", 3], "three ways to begin: take one"),
+    (["--preset", "gpt-1.5b", "--layers", 3], "four ways to begin: take one"),
     ([*MODEL, "--gpu", "abacus"], "--gpu abacus: expected one of"),
     ([*MODEL, "--stages", 9], "9 stages for 8 layers"),
     (["--trace", "no.json"], "no.json: cannot be read"),
@@ -136,7 +149,7 @@ def test_nobody_to_answer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("options", "says"), [
     (["--layers", 4], "--hidden"), (["--layers", 4, "--hidden", 64], "--heads"),
     (["--layers", 4, "--hidden", 64, "--heads", 4, "--sequence", 8, "--vocabulary", 99], "--gpu or --peak-tflops"),
-    ([], "--preset, --trace, or --layers and the others")])
+    ([], "--preset, --trace, --model, or --layers and the others")])
 def test_a_question_that_nobody_answers_names_its_option(tmp_path, options, says):
     refused = new(*options, "--out", tmp_path / "job.toml")
     assert refused.exit_code == 2 and refused.stderr.endswith(f"; say it with {says}\n"), refused.stderr

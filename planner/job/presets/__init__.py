@@ -4,7 +4,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from slipstream.planner.job.estimate import GPUS, ModelLayout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate
+from slipstream.planner.job.model_shape import ModelShape
 from slipstream.planner.job.toml import job_text
 from slipstream.schedules.tables.table import LIBRARY, library_names
 
@@ -34,7 +35,7 @@ def preset(name: str, *, shard_optimizer: bool = False) -> str:
     """
     if name in ESTIMATED:
         shape, layout = ESTIMATED[name]
-        return job_text(*estimate(name, shape, replace(layout, shard_optimizer=shard_optimizer)))
+        return job_text(*estimate(name, shape.by_layer(), replace(layout, shard_optimizer=shard_optimizer)))
     for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
         if name in preset_names() and path.exists():
             return path.read_text(encoding="utf-8")

@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from slipstream.planner.job.estimate import GPUS, ModelLayout, ModelShape, estimate
+from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
+from slipstream.planner.job.model_shape import ModelShape
 from slipstream.planner.job.presets import preset, preset_names
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.from_job import tick_of
@@ -32,7 +33,7 @@ def layout(stages, **more):
     ("gpt-28.3b", gpt(64, 6144, 48), 32, 1)])
 def test_stage_times_are_near_those_published(name, shape, stages, size):
     """Zero Bubble (Qi et al. 2023) on A100s, micro-batches of 3, 1 and 1: a share of 55 % of the peak explains all."""
-    tables, _ = estimate(name, shape, layout(stages, microbatch_size=size))
+    tables, _ = estimate(name, shape.by_layer(), layout(stages, microbatch_size=size))
     middle = stages // 2
     layers = tables["placement"]["layers"][middle] / (shape.layers / stages)
     published = tomllib.loads(preset(name))["time"]
@@ -56,8 +57,8 @@ def test_sizes_of_llama_3():
     (2, 0, 24), (2, 1, 24), (4, 0, 2 * 24 / 4), (4, 1, 2 * 24 / 3), (8, 0, 2 * 24 / 8), (8, 3, 2 * 24 / 5), (4, 3, 24)])
 def test_sharded_optimizer_state_leaves_room(pipelines, lost, bytes_kept):
     """Weight and gradient stay whole; what the optimizer keeps is shared by those of a stage that are left."""
-    shape = gpt(32, 4096, 32)
-    whole, sharded = (parse_job(job_text(*estimate("x", shape, layout(8, pipelines=pipelines, shard_optimizer=one,
+    model = gpt(32, 4096, 32).by_layer()
+    whole, sharded = (parse_job(job_text(*estimate("x", model, layout(8, pipelines=pipelines, shard_optimizer=one,
                                                                       gpu=GPUS["h200"])))) for one in (False, True))
     sharded = with_shared_state(sharded, [Worker(pipeline, stage) for pipeline in range(lost) for stage in range(8)])
     for before, after in zip(whole.memory.weights, sharded.memory.weights, strict=True):
@@ -88,7 +89,7 @@ def test_workers_of_several_gpus():
     text = preset("llama-3-8b")
     assert parse_job(text).ranks == 2 and parse_job(text).training == {"tensor_parallel": 2}
     assert "A worker is 2 ranks" in text and "from rank to\n# rank, all at the same time" in text
-    one, four = (estimate("job", gpt(24, 1024, 16), layout(4, tensor_parallel=ranks))[0] for ranks in (1, 4))
+    one, four = (estimate("job", gpt(24, 1024, 16).by_layer(), layout(4, tensor_parallel=ranks))[0] for ranks in (1, 4))
     assert "training" not in one and four["training"] == {"tensor_parallel": 4}
     for key in ("transfer", "forward", "all_reduce"):
         assert 4 * np.array(four["time"][key]) == pytest.approx(one["time"][key], rel=0.03)
@@ -97,7 +98,7 @@ def test_workers_of_several_gpus():
 
 
 def test_the_head_takes_layers_from_the_last_stage():
-    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000), layout(4))
+    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000).by_layer(), layout(4))
     counts = tables["placement"]["layers"]
     assert sum(counts) == 24 and counts[-1] < min(counts[:-1])
     assert tables["time"]["backward_input"][0] == 0 < tables["time"]["backward_input"][1]
@@ -111,7 +112,7 @@ def test_the_head_takes_layers_from_the_last_stage():
 ])
 def test_what_cannot_be_is_refused(shape, stages, says):
     with pytest.raises(ValueError, match=says):
-        estimate("job", shape, layout(stages))
+        estimate("job", shape.by_layer(), layout(stages))
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])

@@ -1,0 +1,312 @@
+"""Reads the config.json of a model, as transformers writes it, into the shapes of its layers.
+
+The embedding is the first layer and the head with the loss the last one. Between them are the decoder's layers, and
+those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): such a layer holds a copy of the
+embedding, and the head makes one more prediction for each. What is handed on beside its output, for the other
+predictions, is not counted.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.planner.job.model_shape import (
+    LayerShape,
+    ModelLayers,
+    attention,
+    embedding,
+    experts,
+    feed_forward,
+    head_and_loss,
+    latent_attention,
+    mamba_2,
+    mixed_tokens,
+    named,
+    norm,
+    products,
+)
+from slipstream.planner.job.toml import JobError, shortened
+from slipstream.schedules.files import read_at_most
+
+MAX_CONFIG_BYTES = 2**20
+MAX_LAYERS = 1000
+MOST = 2**24
+"""The largest number that a key may have."""
+
+
+class ModelKeys:
+    """The keys of a config.json, each read with a check. Raises JobError that names the key."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def known(self, key: str) -> bool:
+        """Whether the key has a value."""
+        return self._values.get(key) is not None
+
+    def count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """A whole number of at least `low`."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MOST:
+            raise self.wrong(key, f"a whole number, {low} to {MOST}")
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def list_of(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
+        """A list of such items."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, list) or not all(isinstance(one, item) for one in value):
+            raise self.wrong(key, f"a list of {'texts' if item is str else 'whole numbers'}")
+        return value
+
+    def text(self, key: str) -> str:
+        """A text."""
+        value = self._values.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a text")
+        return value
+
+    def is_automatic(self, key: str) -> bool:
+        """Whether the key is missing or leaves its value to others."""
+        return self._values.get(key) in (None, "auto")
+
+    def wrong(self, key: str, expected: str) -> JobError:
+        """An error that names the key and what was expected."""
+        return JobError(f"{self._source}: {key} is {shortened(self._values.get(key))}; expected {expected}")
+
+
+def read_model(path: Path, sequence: int) -> ModelLayers:
+    """The layers of a model by its config.json, or by the folder with it. Raises JobError."""
+    source = path / "config.json" if path.is_dir() else path
+    try:
+        document = json.loads(read_at_most(source, MAX_CONFIG_BYTES, JobError, "; a config.json is a page of JSON"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, JobError):
+            raise
+        raise JobError(f"{source}: no JSON; expected a model's config.json") from None
+    return model_layers(document, sequence, str(source))
+
+
+def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
+    """The layers of a model by the content of its config.json. Raises JobError."""
+    if not isinstance(document, dict):
+        raise JobError(f"{source}: no JSON object; expected a model's config.json")
+    if isinstance(document.get("text_config"), dict):  # of a model that sees images, too: its language part
+        document = {"tie_word_embeddings": document.get("tie_word_embeddings"), **document["text_config"]}
+    kind, keys = document.get("model_type"), ModelKeys(document, source)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise keys.wrong("model_type", f"one of {', '.join(FAMILIES)}")
+    hidden, vocabulary = keys.count("hidden_size"), keys.count("vocab_size")
+    decoder = FAMILIES[kind](keys, hidden, sequence)
+    if len(decoder) > MAX_LAYERS:
+        raise JobError(f"{source}: {len(decoder)} layers; expected at most {MAX_LAYERS}")
+    tied = keys.flag("tie_word_embeddings", default=kind in TIED)
+    further = keys.count("num_nextn_predict_layers", 0, low=0) if kind in PREDICTING else 0
+    if further > MAX_LAYERS:
+        raise keys.wrong("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
+    looked_up = embedding(hidden, vocabulary)
+    predicting = [named("multi-token prediction", looked_up, norm(hidden), norm(hidden), norm(hidden),
+                        products(2 * hidden, hidden), decoder[-1], recomputed=4 * hidden)] * further
+    layers = (looked_up, *decoder, *predicting, head_and_loss(hidden, vocabulary, predicted=1 + further))
+    return ModelLayers(layers=layers, hidden=hidden, sequence=sequence,
+                       copies=(tied + further) * looked_up.parameters)
+
+
+def _layer_count(keys: ModelKeys) -> int:
+    count = keys.count("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise keys.wrong("num_hidden_layers", f"a whole number, 1 to {MAX_LAYERS}")
+    return count
+
+
+def _listed_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
+    """The kind of each layer, by a list in the file."""
+    kinds: list[str] = keys.list_of(key, str, default)
+    if len(kinds) != _layer_count(keys):
+        raise keys.wrong(key, f"{_layer_count(keys)} kinds of layers, as num_hidden_layers says")
+    return kinds
+
+
+def _attention(keys: ModelKeys, hidden: int, tokens: float, *, bias: bool | None = None, head_norms: bool = False,
+               output_bias: bool | None = None) -> LayerShape:
+    """Attention as most models write its keys; `bias`: what the family has, else what the file says."""
+    heads = keys.count("num_attention_heads")
+    kv_heads, width = keys.count("num_key_value_heads", heads), keys.count("head_dim", max(1, hidden // heads))
+    if heads % kv_heads or (hidden % heads and not keys.known("head_dim")):
+        raise keys.wrong("num_attention_heads", "a number that num_key_value_heads divides, and that divides "
+                         "hidden_size where there is no head_dim")
+    if bias is None:
+        bias = keys.flag("attention_bias", default=False)
+    return attention(hidden, heads, kv_heads, width, tokens, bias=bias, head_norms=width if head_norms else 0,
+                     output_bias=bias if output_bias is None else output_bias)
+
+
+def _window(keys: ModelKeys, kind: str, sequence: int) -> float:
+    window = keys.count("sliding_window") if kind == "sliding_attention" else None
+    return mixed_tokens(sequence, window)
+
+
+def _transformer(bias: bool | None = None, *, head_norms: bool = False
+                 ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Llama and its relatives; `bias`: of queries, keys and values, and of nothing else."""
+    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        window = keys.count("sliding_window") if keys.known("sliding_window") \
+            and keys.flag("use_sliding_window", default=bias is None and not head_norms) else None
+        mixer = _attention(keys, hidden, mixed_tokens(sequence, window), bias=bias, head_norms=head_norms,
+                           output_bias=None if bias is None else False)
+        dense = feed_forward(hidden, keys.count("intermediate_size"), gated=True,
+                             bias=keys.flag("mlp_bias", default=False))
+        return [named("attention + MLP", norm(hidden), mixer, norm(hidden), dense,
+                      recomputed=2 * hidden)] * _layer_count(keys)
+    return layers
+
+
+def _gemma(norms: int, *, head_norms: bool = False, pattern: int = 1
+           ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Gemma: all but every `pattern`-th layer attend to a window alone."""
+    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        every = keys.count("sliding_window_pattern", pattern)
+        usual = ["sliding_attention" if (layer + 1) % every else "full_attention"
+                 for layer in range(_layer_count(keys))]
+        kinds = _listed_kinds(keys, "layer_types", usual)
+        dense = feed_forward(hidden, keys.count("intermediate_size"), gated=True)
+        return [named(f"{kind.replace('_', ' ')} + MLP", *[norm(hidden)] * norms,
+                      _attention(keys, hidden, _window(keys, kind, sequence), head_norms=head_norms), dense,
+                      recomputed=2 * hidden) for kind in kinds]
+    return layers
+
+
+def _mixture(number: str, width: str, *, bias: bool | None = None, head_norms: bool = False, shared: bool = False
+             ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Mixtral and Qwen's mixtures: experts in most layers; `number` and `width` are the keys that say how many."""
+    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        mixer = _attention(keys, hidden, mixed_tokens(sequence, None), bias=bias, head_norms=head_norms,
+                           output_bias=None if bias is None else False)
+        many = experts(hidden, keys.count(width), number=keys.count(number), gated=True,
+                       chosen=keys.count("num_experts_per_tok"))
+        if shared:
+            width_of_shared = keys.count("shared_expert_intermediate_size")
+            many += feed_forward(hidden, width_of_shared, gated=True) + products(hidden, 1)
+        dense, step = set(keys.list_of("mlp_only_layers", int, [])), keys.count("decoder_sparse_step", 1)
+        found = []
+        for layer in range(_layer_count(keys)):
+            sparse = layer not in dense and (layer + 1) % step == 0
+            part = many if sparse else feed_forward(hidden, keys.count("intermediate_size"), gated=True)
+            found.append(named(f"attention + {'experts' if sparse else 'MLP'}", norm(hidden), mixer, norm(hidden), part,
+                               recomputed=2 * hidden))
+        return found
+    return layers
+
+
+def _deepseek(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """DeepSeek-V2 and V3: latent attention, dense layers first, then experts with shared ones."""
+    def layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        mixer = latent_attention(
+            hidden, keys.count("num_attention_heads"), mixed_tokens(sequence, None), kv_rank=keys.count("kv_lora_rank"),
+            query_rank=keys.count("q_lora_rank") if keys.known("q_lora_rank") else None,
+            rotary=keys.count("qk_rope_head_dim"), plain=keys.count("qk_nope_head_dim"), value=keys.count("v_head_dim"))
+        width = keys.count("moe_intermediate_size")
+        many = experts(hidden, width, number=keys.count("n_routed_experts"), gated=True, router_bias=router_bias,
+                       chosen=keys.count("num_experts_per_tok")) \
+            + feed_forward(hidden, width * keys.count("n_shared_experts", 1), gated=True)
+        dense, first = feed_forward(hidden, keys.count("intermediate_size"), gated=True), \
+            keys.count("first_k_dense_replace", 0, low=0)
+        return [named(f"latent attention + {'MLP' if layer < first else 'experts'}", norm(hidden), mixer, norm(hidden),
+                      dense if layer < first else many, recomputed=2 * hidden) for layer in range(_layer_count(keys))]
+    return layers
+
+
+def _nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Nemotron-H (arXiv 2504.03624): each layer is one of Mamba-2, attention, MLP and experts."""
+    names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
+             "linear_attention": "mamba", "full_attention": "attention"}
+    key = "hybrid_override_pattern" if keys.known("hybrid_override_pattern") else "layers_block_type"
+    pattern = list(keys.text(key)) if key == "hybrid_override_pattern" else keys.list_of(key, str)
+    makers: Mapping[str, Callable[[], LayerShape]] = {
+        "mamba": lambda: _mamba(keys, hidden, heads="mamba_num_heads", width="mamba_head_dim", groups="n_groups",
+                                state="ssm_state_size", kernel="conv_kernel", chunk="chunk_size",
+                                convolution_bias="use_conv_bias"),
+        "attention": lambda: _attention(keys, hidden, mixed_tokens(sequence, None)),
+        "mlp": lambda: feed_forward(hidden, keys.count("intermediate_size"), gated=False,
+                                    bias=keys.flag("mlp_bias", default=False)),
+        "moe": lambda: experts(hidden, keys.count("moe_intermediate_size"), number=keys.count("n_routed_experts"),
+                               chosen=keys.count("num_experts_per_tok"), gated=False, router_bias=True)
+        + feed_forward(hidden, keys.count("moe_shared_expert_intermediate_size"), gated=False)}
+    kinds = [names.get(one, one) for one in pattern]
+    if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
+        raise keys.wrong(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
+    if keys.known("moe_latent_size"):
+        raise keys.wrong("moe_latent_size", "none: experts of a latent width are not known")
+    shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
+    made = {kind: named(shown[kind], norm(hidden), makers[kind](), recomputed=2 * hidden) for kind in set(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def _mamba(keys: ModelKeys, hidden: int, *, heads: str, width: str, groups: str, state: str, kernel: str, chunk: str,
+           convolution_bias: str) -> LayerShape:
+    """A Mamba-2 mixer by the keys that say its sizes."""
+    number = keys.count(heads)
+    each = hidden * keys.count("mamba_expand", 2) // number if keys.is_automatic(width) else keys.count(width)
+    return mamba_2(hidden, heads=number, head_width=each, groups=keys.count(groups, 1),
+                   state=keys.count(state), kernel=keys.count(kernel, 4), chunk=keys.count(chunk, 256),
+                   convolution_bias=keys.flag(convolution_bias, default=True),
+                   bias=keys.flag("mamba_proj_bias", default=False))
+
+
+def _granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+    """Granite 4 and Bamba: Mamba-2 or attention in each layer, then an MLP or experts with a shared one."""
+    count = _layer_count(keys)
+    if keys.known("layer_types"):
+        kinds = _listed_kinds(keys, "layer_types")
+    else:
+        attending = set(keys.list_of("attn_layer_indices", int, []))
+        kinds = ["attention" if layer in attending else "mamba" for layer in range(count)]
+    names = {"attention": "attention", "full_attention": "attention", "mamba": "Mamba-2", "linear_attention": "Mamba-2"}
+    if not set(kinds) <= names.keys():
+        raise keys.wrong("layer_types", f"each one of {', '.join(names)}")
+    if keys.known("shared_intermediate_size"):
+        dense = feed_forward(hidden, keys.count("shared_intermediate_size"), gated=True)
+        number = keys.count("num_local_experts", 0, low=0)
+        part = dense + experts(hidden, keys.count("intermediate_size"), number=number, gated=True,
+                               chosen=keys.count("num_experts_per_tok")) if number else dense
+    else:
+        number = 0
+        part = feed_forward(hidden, keys.count("intermediate_size"), gated=True,
+                            bias=keys.flag("mlp_bias", default=False))
+    mixers = {"attention": _attention(keys, hidden, mixed_tokens(sequence, None)),
+              "Mamba-2": _mamba(keys, hidden, heads="mamba_n_heads", width="mamba_d_head", groups="mamba_n_groups",
+                                state="mamba_d_state", kernel="mamba_d_conv", chunk="mamba_chunk_size",
+                                convolution_bias="mamba_conv_bias")}
+    return [named(f"{names[kind]} + {'experts' if number else 'MLP'}", norm(hidden), mixers[names[kind]], norm(hidden),
+                  part, recomputed=2 * hidden) for kind in kinds]
+
+
+FAMILIES: Mapping[str, Callable[[ModelKeys, int, int], list[LayerShape]]] = {
+    "llama": _transformer(), "mistral": _transformer(), "qwen2": _transformer(bias=True),
+    "qwen3": _transformer(head_norms=True),
+    "gemma": _gemma(2), "gemma2": _gemma(4, pattern=2), "gemma3_text": _gemma(4, head_norms=True, pattern=6),
+    "mixtral": _mixture("num_local_experts", "intermediate_size"),
+    "qwen2_moe": _mixture("num_experts", "moe_intermediate_size", bias=True, shared=True),
+    "qwen3_moe": _mixture("num_experts", "moe_intermediate_size", head_norms=True),
+    "deepseek_v2": _deepseek(router_bias=False), "deepseek_v3": _deepseek(router_bias=True),
+    "nemotron_h": _nemotron_h, "granitemoehybrid": _granite_hybrid, "bamba": _granite_hybrid,
+}
+"""How the decoder layers of a model follow from its config.json, by `model_type`."""
+TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
+"""Whose head has the embedding's weights, unless the file says otherwise."""
+PREDICTING = frozenset({"deepseek_v3"})
+"""Whose `num_nextn_predict_layers` follow the decoder."""
