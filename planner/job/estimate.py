@@ -159,7 +159,7 @@ def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -
     """
     forward, backward_input, backward_weight = _seconds(layer, layout, tokens)
     activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
-                                     for amount in (layer.activation, layer.stash, layer.recomputed))
+                                     for amount in (*layer.crowded(layout.tensor_parallel), layer.recomputed))
     parameters = layer.parameters / layout.tensor_parallel
     return _Cost(forward=forward, backward_input=0 if whole else backward_input,
                  backward_weight=backward_weight + backward_input if whole else backward_weight,

@@ -42,6 +42,19 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """From I to W."""
     recomputed: int = 0
     """As `activation`, where activations are computed again."""
+    experts: int = 0
+    """Parts of which a token meets some; 0: it meets all of the layer."""
+    chosen: int = 0
+    """How many it meets."""
+    expert_activation: int = 0
+    """Of `activation`, what each of these holds; so is the stash."""
+    expert_stash: int = 0
+
+    def crowded(self, gpus: int) -> tuple[int, int]:
+        """Activation and stash of a token on all GPUs of a worker, each of which has equally many of the experts, and
+        room for all choices that may be among them: on one GPU, as many as a token makes, and on more hardly fewer."""
+        more = gpus * min(self.chosen, self.experts // gpus) - self.chosen
+        return self.activation + more * self.expert_activation, self.stash + more * self.expert_stash
 
     def __add__(self, other: "LayerShape") -> "LayerShape":
         """Both, one after the other, as one layer."""
@@ -179,12 +192,12 @@ def feed_forward(hidden: int, width: int, *, gated: bool, bias: bool = False) ->
 def experts(hidden: int, width: int, *, number: int, chosen: int, gated: bool, router_bias: bool = False) -> LayerShape:
     """Experts, of which each token meets some; the outputs are held, as the backward of their weights reads them."""
     one = feed_forward(hidden, width, gated=gated)
-    router = products(hidden, number)
+    router, activation = products(hidden, number), one.activation + VALUE_BYTES * hidden
     return LayerShape(
         kind="experts", parameters=router.parameters + router_bias * number + number * one.parameters,
         matrices=router.matrices + number * one.matrices, used=router.used + chosen * one.used,
-        activation=router.activation + chosen * (one.activation + VALUE_BYTES * hidden),
-        stash=router.stash + chosen * one.stash)
+        activation=router.activation + chosen * activation, stash=router.stash + chosen * one.stash,
+        experts=number, chosen=chosen, expert_activation=activation, expert_stash=one.stash)
 
 
 def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,

@@ -23,6 +23,7 @@ from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers import worker_group
 from slipstream.runtime.model.layers.compiling import COMPILED
 from slipstream.runtime.model.layers.flops import counted
+from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES
 from slipstream.runtime.model.layers.layered_model import model_for
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.seeds import derive_seed
@@ -55,6 +56,9 @@ KINDS = {
     "qwen3_moe": {**SHAPE, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
     "olmoe": {**SHAPE, **EXPERTS, "num_experts": 4},
 }
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CUT = [kind for kind, family in FAMILIES.items() if family.can_be_cut]
+"""Kinds whose layers workers of several ranks share, where ranks get as many heads."""
 JOB = grid(2, 2, 2)
 
 
@@ -126,10 +130,13 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
 
 
 @pytest.mark.slow
-def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server, tmp_path):
-    """Also where a worker has lost one of them, and comes back."""
-    folder = pretrained("qwen2", num_key_value_heads=2)
-    result = run(schedule_for(JOB), configured(folder, tensor_parallel=2, iterations=40),
+@pytest.mark.parametrize("kind", CUT)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_workers_of_two_ranks_train_as_transformers_does(kind, shard_optimizer, pretrained, fork_server, tmp_path):
+    """Also where a worker has lost one of them, and comes back; each expert is written once."""
+    folder = pretrained(kind, **EVEN)
+    result = run(schedule_for(JOB), configured(folder, tensor_parallel=2, iterations=40,
+                                               shard_optimizer=shard_optimizer),
                  out=tmp_path, fork_server=fork_server, progress=slowly_until(lambda: joined(tmp_path)),
                  resilience=Resilience(
                      scheduler=lambda down: schedule_for(JOB, list(map(str, down))),
@@ -138,6 +145,7 @@ def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server
     losses, alone = train_alone(folder, configured(folder), 40)
     assert dead(result) == ["1.1"] and joined(tmp_path) == ["1.1"]
     assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
+    assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
     ours = loaded(tmp_path / HUGGING_FACE)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=0, atol=1e-9)
@@ -175,10 +183,15 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype(tmp_path, monk
 
 
 @pytest.mark.parametrize(("kind", "more", "message"), [
-    ("qwen3", {}, "training.tensor_parallel is 2, and model.hugging_face names a qwen3, whose layers transformers does "
-                  "not cut by columns and rows alone; expected 1, or a llama, mistral or qwen2"),
-    ("gpt2", {}, "names a gpt2, whose layers"), ("mixtral", {}, "names a mixtral, whose layers"),
+    ("gpt2", {}, "training.tensor_parallel is 2, and model.hugging_face names a gpt2, whose layers cannot be cut; "
+                 "expected 1, or one of llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe"),
     ("llama", {}, "num_key_value_heads 1; expected a multiple of 2"),
+    ("mixtral", {**EVEN, "num_local_experts": 3}, "names a mixtral with num_local_experts 3; expected a multiple of 2"),
+    ("qwen3_moe", {**EVEN, "num_experts": 5}, "names a qwen3_moe with num_experts 5; expected a multiple of 2"),
+    ("qwen2_moe", {**EVEN, "shared_expert_intermediate_size": 7}, "with shared_expert_intermediate_size 7; expected"),
+    ("qwen2_moe", {**EVEN, "intermediate_size": 7}, "with intermediate_size 7; expected"),
+    ("olmoe", {**EVEN, "experts_implementation": "batched_mm"},
+     "with experts_implementation 'batched_mm', which wants all experts; expected 'slipstream'"),
     ("mistral", {"attention_dropout": 0.1}, "attention_dropout 0.1: what is dropped would depend on the ranks")])
 def test_what_cannot_be_cut_is_refused(kind, more, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind], **more}))
@@ -308,8 +321,8 @@ def test_weights_keep_their_digits_and_angles_of_positions_theirs(kind, tmp_path
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_parts_that_are_computed_again_give_the_same_gradients(kind, ranks, tmp_path):
     """With dropout in attention, where there is one; a mixture's router is heard once."""
-    if ranks > 1 and kind != "llama":
-        pytest.skip("these are not cut")
+    if ranks > 1 and kind not in CUT:
+        pytest.skip("its layers are not cut")
     more = {"num_key_value_heads": 2} if ranks > 1 else {"attn_pdrop": 0.3, "attention_dropout": 0.3}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind], **more}))
     value, found = torch.randn(2, 16, 16, dtype=torch.float64), []

@@ -33,6 +33,22 @@ def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     return result
 
 
+def gather_whole(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+    """The parts of all ranks, with which all do the same from here to `own_part`; backward: this rank's part."""
+    if group is None:
+        return tensor
+    result: Tensor = _Parts.apply(_gather, _own, tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+    """This rank's part of what all have computed; backward: the gradients of all parts, for all."""
+    if group is None:
+        return tensor
+    result: Tensor = _Parts.apply(_own, _gather, tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
+
+
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
     """The sum over all ranks, which all have; backward: each has the gradient of the sum."""
     if group is None:
@@ -63,6 +79,11 @@ def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
     found = torch.empty_like(parts[0])
     reduce_scatter_single(found, parts, group=group)
     return found
+
+
+def _own(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    # A copy: torch refuses to change a view that a function of one's own gives.
+    return part_of(tensor, dim, group).clone(memory_format=torch.contiguous_format)
 
 
 class _Parts(torch.autograd.Function):
@@ -96,7 +117,8 @@ class _ForAllRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.cat([gradient.flatten() for gradient in gradients])
+        total = torch.cat([gradient.flatten() for gradient in gradients])  # of the widest dtype
         distributed.all_reduce(total, group=ctx.group)
         parts = torch.split(total, [gradient.numel() for gradient in gradients])
-        return None, *(part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True))
+        return None, *(part.view_as(gradient).to(gradient.dtype)
+                       for part, gradient in zip(parts, gradients, strict=True))

@@ -24,11 +24,13 @@ class Family(NamedTuple):
     mlp: str = "mlp"
     experts: bool = False
     """Whether layers are mixtures of experts."""
+    can_be_cut: bool = True
+    """Whether a worker of several ranks can share a layer (`runtime.model.layers.hugging_face.parallel`)."""
 
 
 _LLAMA = Family("layers", ("embed_tokens",), "norm")
 _MIXTURE = _LLAMA._replace(experts=True)
-_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn")
+_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn", can_be_cut=False)
 FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
                                   "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
                                   "olmoe": _MIXTURE}
@@ -57,6 +59,12 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     if kind not in FAMILIES:
         raise ConfigError(f"{wrong}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
     return {**document, **config.options}
+
+
+def is_dense(config: Any, index: int) -> bool:
+    """True where a decoder layer of a mixture has no experts, by a config of transformers."""
+    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
+    return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
 def vocabulary_of(config: ModelConfig) -> int:

@@ -13,10 +13,10 @@ from slipstream.runtime.config import ConfigError, ModelConfig
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
 from slipstream.runtime.model.layers.hugging_face import attention, experts
-from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
+from slipstream.runtime.model.layers.hugging_face.configuration import FAMILIES, KEY, folder_of, is_dense, read_config
 from slipstream.runtime.model.layers.hugging_face.layers import DecoderLayer, Embedding, Head
 from slipstream.runtime.model.layers.hugging_face.layers import router_of as router_of
-from slipstream.runtime.model.layers.hugging_face.parallel import cut_over, plan_for
+from slipstream.runtime.model.layers.hugging_face.parallel import cut_over, require_even_cut
 from slipstream.runtime.model.layers.hugging_face.weights import Weights
 from slipstream.runtime.model.layers.unfilled import is_unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
@@ -51,7 +51,8 @@ class HuggingFace:
         self._weights = None if folder is None else Weights(folder, self._family)
         self._sample = sample(self._config, 0)
         group = worker_group()
-        self._plan = {} if group is None else plan_for(self._config, group.size())
+        if group is not None:
+            require_even_cut(self._config, group.size())
         self.shared = ((f"0.{self._family.embedding[0]}.weight", f"{self.layers - 1}.lm_head.weight"),) \
             if self._config.tie_word_embeddings else ()
 
@@ -70,7 +71,7 @@ class HuggingFace:
                 self._load(module, layer, self._weights)
         group = worker_group()
         if group is not None and isinstance(module, DecoderLayer):
-            cut_over(module, self._plan, group)
+            cut_over(module, group)
         return module
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
@@ -147,14 +148,11 @@ def single(config: PreTrainedConfig, index: int, **changes: object) -> PreTraine
     """The config of a model that has one decoder layer only, that at `index`."""
     one = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
-    dense = getattr(config, "mlp_only_layers", None)
-    step = getattr(config, "decoder_sparse_step", 1)
     one.num_hidden_layers = 1
     if kinds is not None:
         one.layer_types = [kinds[index]]
-    if dense is not None:
-        one.mlp_only_layers = [0] if index in dense or (index + 1) % step else []
-        one.decoder_sparse_step = 1
+    if hasattr(config, "mlp_only_layers"):
+        one.mlp_only_layers, one.decoder_sparse_step = [0] if is_dense(config, index) else [], 1
     for name, value in changes.items():
         setattr(one, name, value)
     return one
