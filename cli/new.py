@@ -65,6 +65,8 @@ TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_pane
     "GPUs that are one worker: [training] tensor_parallel."))]
 ShardOptimizer = Annotated[bool, typer.Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
     "The workers of a stage share its optimizer state; also for a preset that is an estimate."))]
+Muon = Annotated[bool, typer.Option("--muon", rich_help_panel=CLUSTER, help=(
+    "Muon steps the matrices of layers, and AdamW embedding and head: [training] optimizer."))]
 MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", rich_help_panel=CLUSTER,
                                              metavar="N", min=1, max=2**20, help="Sequences in a micro-batch.")]
 Pipelines = Annotated[int | None, typer.Option("--pipelines", rich_help_panel=EITHER,
@@ -102,7 +104,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         model: Model = None, layers: Layers = None, hidden: Hidden = None, heads: Heads = None,
         kv_heads: KvHeads = None, ffn: Ffn = None, gated: Gated = False, sequence: Sequence = None,
         vocabulary: Vocabulary = None, gpu: Gpu = None, peak_tflops: Peak = None, efficiency: Efficiency = 0.5,
-        tensor_parallel: TensorParallel = 1, shard_optimizer: ShardOptimizer = False,
+        tensor_parallel: TensorParallel = 1, shard_optimizer: ShardOptimizer = False, muon: Muon = False,
         microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
         microbatches: Microbatches = None, transfer: Transfer = None, stage_layers: StageLayers = None,
         workers_per_node: WorkersPerNode = None, name: Name = None, out_file: OutFile = Path("job.toml"),
@@ -137,7 +139,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4, "--pipelines"),
             stages=stages or _count("Stages (workers per pipeline)?", 8, "--stages"), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32, "--microbatches"),
-            microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer)
+            microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer,
+            muon=muon)
         try:
             text = job_text(*estimate(name or "my-model", described, layout))
         except ValueError as error:

@@ -105,6 +105,27 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     betas: tuple[Fraction, Fraction] | None = None
     epsilon: Positive | None = None
     momentum: Fraction | None = None
+    optimizer: Literal["adamw", "muon"] | None = None
+    """Of a run with Muon, what steps them. Default: Muon for matrices of all layers but the first and the last."""
+
+
+class MuonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[training.muon]`: options of Muon, for what it steps; they mean what `torch.optim.Muon` means by them."""
+
+    learning_rate: Positive | None = None
+    """Default: as `[training]` says for all."""
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """Of the polynomial by which a matrix becomes orthogonal."""
+    steps: Annotated[int, Meta(ge=1, lt=100, description="a whole number from 1 to 99")] = 5
+    """How often it is applied."""
+    epsilon: Positive = 1e-7
+    """The least norm that a matrix is divided by."""
+    adjust: Literal["original", "match_rms_adamw"] = "original"
+    """How a matrix's shape scales its learning rate."""
+    dtype: Literal["bf16", "float32"] = "bf16"
+    """In which a matrix becomes orthogonal; torch has bf16 only."""
 
 
 Coefficients = tuple[NotNegative, NotNegative, NotNegative]
@@ -139,8 +160,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch: Count = 4
     """Sequences in a micro-batch."""
     optimizer: Text = "adamw"
-    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own
-    (`runtime.model.state.optimizer`)."""
+    """Which optimizer: "adamw", "sgd", "muon" (with AdamW for embeddings, heads and vectors), or `module:function` for
+    one of the user's own (`runtime.model.state.undoable_steps`)."""
     learning_rate: Positive = 1e-3
     """Step size; where there is a schedule, the highest."""
     learning_rate_schedule: LearningRateSchedule = "constant"
@@ -172,6 +193,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """SGD with Nesterov's momentum."""
     maximize: bool = False
     """Steps go up the gradient: the loss is to grow."""
+    muon: Annotated[MuonConfig, Meta(description="a table of Muon's options")] = MuonConfig()
+    """`[training.muon]`: options of Muon."""
     parameter_groups: tuple[ParameterGroup, ...] = ()
     """`[[training.parameter_groups]]`: options for some parameters, by patterns of their names."""
     clip_norm: Positive | None = None
@@ -303,6 +326,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("training.evaluate_every is not given, and validation data are; expected both or neither")
         if sum(one is not None for one in validation) > 1:
             raise ValueError("training.validation_text, validation_tokens and validation_data: expected one of them")
+        muon = self.muon != MuonConfig() or any(group.optimizer for group in self.parameter_groups)
+        if muon and self.optimizer != "muon":
+            raise ValueError(f"training.optimizer is {self.optimizer!r}, and options of Muon are given; expected "
+                             "'muon'")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("training.nesterov is true; expected a momentum above 0, and no dampening")
 

@@ -21,6 +21,7 @@ from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
 from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_matches
 from slipstream.runtime.model.state.parts import Elements
+from slipstream.runtime.model.state.undoable_steps import optimizer_factory
 from slipstream.runtime.processes.launchers import GpuShare, gpu_share
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import FormSpec, Setup
@@ -81,6 +82,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
         with counted() as flops:
             at_layer = forms(model, config)
         require_matches(model, training)
+        optimizer_factory(training)
         elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches, read)

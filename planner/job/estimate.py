@@ -35,6 +35,8 @@ BYTES_ADDED = 8
 """Moved by W: the float32 gradient, read and written."""
 BYTES_STEPPED = 34
 """Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
+BYTES_MOMENT = 4
+"""Of each parameter that Muon steps, what is not kept, and of the copies, not copied: it has one moment."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,8 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the peak that matrix products reach."""
     shard_optimizer: bool = False
     """Whether the workers of a stage share its optimizer state: each keeps a part, and a copy of another's."""
+    muon: bool = False
+    """Whether Muon steps the matrices of layers, and AdamW embedding and head. It needs whole matrices."""
 
     @property
     def stepped(self) -> float:
@@ -100,6 +104,10 @@ class _Cost(NamedTuple):
     parameters: float
     held_bytes: float
     """All the time."""
+    by_muon: float
+    """Of the parameters, those that Muon steps."""
+    orthogonal: float
+    """Seconds of Muon's products."""
 
 
 def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -107,6 +115,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
 
     Raises ValueError, with one line, where there are more stages than layers or the model does not fit.
     """
+    if layout.muon and (layout.shard_optimizer or layout.tensor_parallel > 1):
+        raise ValueError("Muon needs whole matrices; expected no shared optimizer state, and one GPU a worker")
     if layout.stages > len(model.layers):
         raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage a layer")
     tokens = layout.microbatch_size * model.sequence
@@ -137,6 +147,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
         training["tensor_parallel"] = layout.tensor_parallel
     if layout.shard_optimizer:
         training |= {"dtype": "bf16", "master_weights": True, "shard_optimizer": True}
+    if layout.muon:
+        training |= {"optimizer": "muon", "dtype": "bf16", "master_weights": True}
     if training:
         tables["training"] = training
     return tables, _comments(model, layout)
@@ -160,11 +172,12 @@ def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -
     forward, backward_input, backward_weight = _seconds(layer, layout, tokens)
     activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
                                      for amount in (*layer.crowded(layout.tensor_parallel), layer.recomputed))
-    parameters = layer.parameters / layout.tensor_parallel
+    parameters, by_muon = layer.parameters / layout.tensor_parallel, float(layer.by_muon * layout.muon)
     return _Cost(forward=forward, backward_input=0 if whole else backward_input,
                  backward_weight=backward_weight + backward_input if whole else backward_weight,
                  activation=activation, stash=stash, recomputed=recomputed, parameters=parameters,
-                 held_bytes=layout.held_bytes * parameters)
+                 held_bytes=layout.held_bytes * parameters - 2 * BYTES_MOMENT * by_muon, by_muon=by_muon,
+                 orthogonal=layer.orthogonal * layout.muon / (layout.gpu.flops * layout.efficiency))
 
 
 def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
@@ -178,7 +191,8 @@ def _times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]
         "forward": rounded([cost.forward for cost in costs]),
         "backward_input": rounded([cost.backward_input for cost in costs]),
         "backward_weight": rounded([cost.backward_weight for cost in costs]),
-        "optimizer": rounded([cost.parameters * (step + gather) for cost in costs]),
+        "optimizer": rounded([cost.parameters * (step + gather) + cost.orthogonal
+                              - 2 * BYTES_MOMENT * cost.by_muon / gpu.memory_bandwidth for cost in costs]),
         "all_reduce": rounded([cost.parameters * ring for cost in costs]),
     }
 
@@ -208,6 +222,8 @@ def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
         held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
                 f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
                 "which each has more when some are down."]
+    if layout.muon:
+        held[0] += f" Of what Muon steps, {2 * BYTES_MOMENT} less."
     size = f"{model.parameters / 1e9:.3g} billion parameters"
     if model.ends_merged:
         what = [f"Estimated, not measured: {size} ({len(model.layers)} layers of "
@@ -238,6 +254,8 @@ def _comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[str]]:
                    f"weights: those {layout.held_bytes:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
         "placement": [placement], "layers": [by_layer]}
+    if layout.muon:
+        comments["time"].append("optimizer of matrices of layers: Muon, whose products are counted, too.")
     if layout.tensor_parallel > 1:
         comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
                              "gradients: transfer and all_reduce are from rank to",

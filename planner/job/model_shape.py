@@ -17,6 +17,8 @@ VALUE_BYTES = 2
 """Of a value in bf16."""
 LOGIT_BYTES = 4
 """Of a logit that the loss keeps: float32."""
+MUON_STEPS = 5
+"""Of the polynomial by which Muon makes a matrix orthogonal: of its default options."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,10 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     expert_activation: int = 0
     """Of `activation`, what each of these holds; so is the stash."""
     expert_stash: int = 0
+    by_muon: int = 0
+    """Of the parameters, those that Muon steps where it is chosen: matrices of all but embedding and head."""
+    orthogonal: float = 0.0
+    """Floating-point operations of such a step."""
 
     def crowded(self, gpus: int) -> tuple[int, int]:
         """Activation and stash of a token on all GPUs of a worker, each of which has equally many of the experts, and
@@ -112,6 +118,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         attention = 2 * self.hidden**2 * (1 + (self.kv_heads or self.heads) / self.heads)
         return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
 
+    @property
+    def _sides(self) -> list[int]:
+        """The other side of each matrix of a layer."""
+        keys, wide = self.hidden // self.heads * (self.kv_heads or self.heads), self.ffn or 4 * self.hidden
+        return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
+
     def by_layer(self) -> ModelLayers:
         """Each decoder layer, with separate embedding and head, which are parts of the first and the last.
 
@@ -124,7 +136,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         decoder = LayerShape(
             kind="decoder layer", parameters=self.layer_parameters, matrices=self.layer_parameters,
             used=self.layer_parameters, mixing=4 * self.sequence * self.hidden, activation=34 * self.hidden,
-            stash=32 * self.hidden, recomputed=2 * self.hidden)
+            stash=32 * self.hidden, recomputed=2 * self.hidden, by_muon=self.layer_parameters,
+            orthogonal=sum(muon_operations(self.hidden, side) for side in self._sides))
         logits = LOGIT_BYTES * self.vocabulary
         head = LayerShape(kind="head", parameters=ends, matrices=ends, used=ends, activation=logits, recomputed=logits)
         layers = [decoder] * self.layers
@@ -136,11 +149,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 # --- Parts of layers that are unlike ----------------------------------------------------------------------------------
 
 
+def muon_operations(one: int, other: int) -> float:
+    """Floating-point operations that make a matrix orthogonal: X X', its square, and that times X, five times."""
+    short, long = sorted((one, other))
+    return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
+
+
 def products(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
     """Matrices that multiply the same input, which is held for them, and their outputs' gradients, from I to W."""
     weights = inputs * sum(outputs)
     return LayerShape(kind="product", parameters=weights + bias * sum(outputs), matrices=weights, used=weights,
-                      activation=VALUE_BYTES * inputs, stash=VALUE_BYTES * (inputs + sum(outputs)))
+                      activation=VALUE_BYTES * inputs, stash=VALUE_BYTES * (inputs + sum(outputs)), by_muon=weights,
+                      orthogonal=sum(muon_operations(inputs, output) for output in outputs))
 
 
 def norm(width: int) -> LayerShape:
@@ -197,7 +217,8 @@ def experts(hidden: int, width: int, *, number: int, chosen: int, gated: bool, r
         kind="experts", parameters=router.parameters + router_bias * number + number * one.parameters,
         matrices=router.matrices + number * one.matrices, used=router.used + chosen * one.used,
         activation=router.activation + chosen * activation, stash=router.stash + chosen * one.stash,
-        experts=number, chosen=chosen, expert_activation=activation, expert_stash=one.stash)
+        experts=number, chosen=chosen, expert_activation=activation, expert_stash=one.stash,
+        by_muon=router.by_muon + number * one.by_muon, orthogonal=router.orthogonal + number * one.orthogonal)
 
 
 def mamba_2(hidden: int, *, heads: int, head_width: int, groups: int, state: int, kernel: int, chunk: int,

@@ -104,6 +104,7 @@ class PlainSteps(OptimizerSteps):
     """Steps parameters; or float32 copies of bfloat16 ones, whose gradients add up in the dtype that is configured."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
+        last = len(layers) - 1
         self._stepped_by = {name: (parameter, nn.Parameter(parameter.detach().float())
                                    if config.master_weights else parameter)
                             for name, parameter in layers.named_parameters() if parameter.requires_grad}
@@ -111,7 +112,8 @@ class PlainSteps(OptimizerSteps):
         for parameter in stepped if config.master_weights else ():
             parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
         super().__init__([{**group, "params": [stepped[one] for one in group["params"]]}
-                          for group in grouped({name: one for name, (one, _) in self._stepped_by.items()}, config)],
+                          for group in grouped({name: one for name, (one, _) in self._stepped_by.items()}, config,
+                                               last)],
                          config)
 
     def squares(self) -> list[float]:

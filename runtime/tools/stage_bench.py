@@ -90,7 +90,7 @@ class StageBench:
 
     def keep(self, members: int) -> None:
         """Keep of layers' optimizer states what one of so many does, without what it was."""
-        self._holding = Holding(self._holding.modules, self._config.training)
+        self._holding = Holding(self._holding.modules, self._config.training, self._holding.sharing)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
         total = sum(elements_of(module).cut for module in self._holding.modules.values())
         one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)

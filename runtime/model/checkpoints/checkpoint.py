@@ -112,7 +112,9 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
             **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
             "parameters": "float64" if training.dtype == "float64" else "float32",
-            **({"training.amsgrad": True} if training.amsgrad else {})}  # earlier versions did not name it
+            **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions did not name it
+            **({"training.parameter_groups": [[group.parameters, group.optimizer] for group in
+                                              training.parameter_groups]} if training.optimizer == "muon" else {})}
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

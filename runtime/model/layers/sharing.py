@@ -24,10 +24,11 @@ class Place(NamedTuple):
 
 
 class Sharing:
-    """Which parameters are one: groups of places, each in another layer."""
+    """Which parameters are one: groups of places, each in another layer; of a model whose last layer is `last`."""
 
-    def __init__(self, groups: tuple[tuple[Place, ...], ...] = ()) -> None:
+    def __init__(self, groups: tuple[tuple[Place, ...], ...] = (), last: int | None = None) -> None:
         self.groups = groups
+        self.last = last
         self._first = {place: group[0] for group in groups for place in group}
 
     def first(self, layer: int, name: str) -> Place:
@@ -80,7 +81,7 @@ def sharing_of(model: Any) -> Sharing:
     """What a model's layers share: its `shared`, groups of "LAYER.NAME". Raises ConfigError where that is no such."""
     groups = getattr(model, "shared", ())
     try:
-        return Sharing(tuple(tuple(_place(text, model.layers) for text in group) for group in groups))
+        return Sharing(tuple(tuple(_place(text, model.layers) for text in group) for group in groups), model.layers - 1)
     except (TypeError, ValueError):
         raise ConfigError(f"the model's shared is {groups!r}; expected groups of parameters of different layers, each "
                           "as 'LAYER.NAME', such as (('0.tokens.weight', '5.logits.weight'),)") from None

@@ -3,6 +3,7 @@
     holding           layers, gradients, one optimizer
     undoable_steps    steps that can be undone exactly; the optimizers there are
     parameter_groups  which options of the optimizer each parameter has
+    muon              Muon, and AdamW beside it
     learning_rate     the learning rate of an iteration
     clipping          how far to scale a step down, or not to make it
     steps             steps that depend on the gradients of all layers, validated afterwards

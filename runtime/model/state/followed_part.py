@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.state.parameter_groups import grouped
-from slipstream.runtime.model.state.part_state import PartState, trained
+from slipstream.runtime.model.state.part_state import PartState, shaped, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 from slipstream.runtime.model.state.version import Version
 
@@ -33,16 +33,19 @@ class SteppedPart(UndoableSteps):
         self._device = device
         names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
         self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
-        self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(HOST, copy=True))
-                        for key in names if key.startswith("model.")}
-        groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
+        self._pieces = {name: nn.Parameter(shaped(part.tensors[key].to(HOST, copy=True), parameters[name]))
+                        for key, name in names.items() if key.startswith("model.")}
+        groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config,
+                         sharing.last)
         pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
         super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
         self.version = Version(part.after)
         for key, name in names.items():
             kind, slot, *_ = key.split(".")
             if kind == "optimizer":
-                self.states[self._pieces[name]][slot] = part.tensors[key].to(HOST, copy=True)
+                piece, tensor = self._pieces[name], part.tensors[key].to(HOST, copy=True)
+                flat = tensor.dim() == 1 and tensor.numel() == piece.numel()
+                self.states[piece][slot] = tensor.view(piece.shape) if flat else tensor
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
         """The sender has stepped by these gradients; none: it made no step. Raises ValueError where they do not fit,
@@ -50,11 +53,11 @@ class SteppedPart(UndoableSteps):
         if not tensors:
             self.step(iteration, None)
             return
-        if {name: one.shape for name, one in tensors.items()} != {
-                name: one.shape for name, one in self._pieces.items()}:
+        if {name: one.numel() for name, one in tensors.items()} != {
+                name: one.numel() for name, one in self._pieces.items()}:
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
         for name, piece in self._pieces.items():
-            piece.grad = tensors[name].to(HOST, piece.dtype)
+            piece.grad = tensors[name].to(HOST, piece.dtype).view(piece.shape)
         self.step(iteration)
         for piece in self._pieces.values():
             piece.grad = None
@@ -86,8 +89,9 @@ class SteppedPart(UndoableSteps):
         """The part; the tensors themselves."""
         found = dict(self._part.tensors)
         for name, piece in self._pieces.items():
-            found[f"model.{name}"] = piece.detach()
-            found |= {f"optimizer.{slot}.{name}": value for slot, value in self.tensors_of(piece).items()}
+            found[f"model.{name}"] = piece.detach().view(-1)
+            found |= {f"optimizer.{slot}.{name}": value.reshape(-1) if value.shape == piece.shape else value
+                      for slot, value in self.tensors_of(piece).items()}
         return self._part._replace(tensors=found, after=self.version.after)
 
 

@@ -47,7 +47,7 @@ class Holding:
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
         self._config = config
-        self._sharing = sharing
+        self.sharing = sharing
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie(self.modules)
         self.cuts: dict[LayerRange, Cut] = {}
@@ -91,7 +91,7 @@ class Holding:
             self.modules, self.cuts = dict(sorted(modules.items())), dict(sorted(cuts.items()))
             self._sums = CopiedSums()
         if not laid:
-            self._sharing.tie(self.modules)
+            self.sharing.tie(self.modules)
             self._gradients = {}
             self.reduce_by(self.cuts)
             self._flatten_parameters()
@@ -140,7 +140,7 @@ class Holding:
     def _keeping(self, worker: Worker) -> PartOptimizer:
         """What steps what a worker keeps by the cuts."""
         kept, own = self._parts_by(worker, Cut.kept), self._parts_by(worker, Cut.own)
-        return PartOptimizer(self.modules, self._config, kept, own, self._sharing,
+        return PartOptimizer(self.modules, self._config, kept, own, self.sharing,
                              self._sums.by_layer(lambda layer: elements_of(self.modules[layer]).cut))
 
     def _parts_by(self, worker: Worker, which: Callable[[Cut, Worker], tuple[Span, ...]]) -> Parts:
@@ -202,7 +202,7 @@ class Holding:
             parameter.grad = None  # the memory goes before it is taken anew
         self._gradients = {one: self._zero_gradients(one) for one in ranges}
         self.shared_gradients = {str(first): self._zero_shared_gradients(mine[0])
-                                 for first, mine in self._sharing.held(self.modules)}
+                                 for first, mine in self.sharing.held(self.modules)}
 
     def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
         """Zero gradients for what is reduced with a range."""
@@ -236,18 +236,18 @@ class Holding:
             return math.fsum(self.layer_squares().values())
         layers = {layer for layer, own in self.optimizer.own.items() if own}
         found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
-        found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
+        found += [flat for first, _ in self.sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
         return float(torch.stack([squares_of(flat) for flat in found]).sum().item()) if found else 0.0
 
     def _build(self, modules: Mapping[int, nn.Module]) -> PartOptimizer:
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything, self._sharing)
+        return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
         """The parameters that are reduced with a range: those that are not cut, or the others."""
         return [parameter for layer in range(*layers) for name, parameter in trained(self.modules[layer]).items()
-                if (name in kept_whole(self.modules[layer])) is whole and not self._sharing.is_shared(layer, name)]
+                if (name in kept_whole(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)]
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -256,7 +256,7 @@ class Holding:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by "layer.name"; what layers share by its first name."""
-        return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
+        return {str(self.sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
 

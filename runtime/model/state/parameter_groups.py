@@ -19,18 +19,38 @@ _OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "bet
 """Our names of options, and torch's."""
 
 
-def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> Groups:
+def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None) -> Groups:
     """Parameters, by `LAYER.NAME`, in groups: matrices and vectors of no pattern, then those of each pattern.
 
     A group names only what differs from the optimizer's defaults, and its weight decay. Where no pattern says
-    otherwise, matrices decay and vectors (norms, biases) do not.
+    otherwise, matrices decay and vectors (norms, biases) do not. With Muon, it says whether Muon steps it; `last` is
+    the model's last layer.
     """
-    found: dict[tuple[int, bool], list[nn.Parameter]] = {
-        (number, matrix): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)}
+    found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
+        (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
+        for muon in (False, True)}
     for name, parameter in parameters.items():
-        found[_group_of(name, config.parameter_groups), parameter.dim() >= 2].append(parameter)
-    return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0, **_options(number, config)}
-            for (number, matrix), members in found.items() if members or number < 0]
+        number = _group_of(name, config.parameter_groups)
+        found[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
+    return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0,
+             **(_muon_options(config) if muon else {}), **_options(number, config)}
+            for (number, matrix, muon), members in found.items() if members or (number < 0 and not muon)]
+
+
+def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
+    """Whether Muon steps a parameter, by its `LAYER.NAME`: where nothing else is said, a matrix, or a stack of them (no
+    kernels of a convolution by channel, which are vectors), of any layer but the first and the last, which hold
+    embeddings and heads. Raises ConfigError for a vector."""
+    if config.optimizer != "muon":
+        return False
+    number = _group_of(name, config.parameter_groups)
+    asked = config.parameter_groups[number].optimizer if number >= 0 else None
+    if asked == "muon" and parameter.dim() not in (2, 3):
+        raise ConfigError(f"training.parameter_groups[{number}].optimizer is 'muon', and {name} has "
+                          f"{parameter.dim()} dimensions; expected matrices, or stacks of them")
+    hidden = int(name.partition(".")[0]) not in (0, last)
+    matrices = parameter.dim() == 2 or (parameter.dim() == 3 and min(parameter.shape[1:]) > 1)
+    return asked == "muon" or (asked is None and hidden and matrices)
 
 
 def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
@@ -61,6 +81,11 @@ def _names(model: LayeredModel) -> Iterable[str]:
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:
     """The number of the first group that matches; -1: none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.parameters)), -1)
+
+
+def _muon_options(config: TrainingConfig) -> dict[str, Any]:
+    rate = {} if config.muon.learning_rate is None else {"lr": config.muon.learning_rate}
+    return {"muon": True, "momentum": config.muon.momentum, **rate}
 
 
 def _options(number: int, config: TrainingConfig) -> dict[str, Any]:

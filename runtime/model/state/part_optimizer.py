@@ -1,10 +1,11 @@
 """The optimizer of one worker: steps that can be undone bit for bit, and state that moves by parts of layers.
 
-Elementwise, so that it matters to no parameter who holds it. Where nothing is sharded, a worker keeps all of its
-layers. It steps *pieces*: what a part has of one parameter, flat. Without master weights a piece is a view of the
-parameter; with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a
-part that is another worker's, of which this one is the buddy, are copies, too, and stepped late
-(`runtime.model.state.late_steps`): the parameter itself comes from the other worker, as all that is not kept here.
+Most optimizers are elementwise, so that it matters to no parameter who holds it. Where nothing is sharded, a worker
+keeps all of its layers. It steps *pieces*: what a part has of one parameter, flat, or in the parameter's shape where it
+has all of it, as optimizers of whole matrices need. Without master weights a piece is a view of the parameter; with
+them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a part that is
+another worker's, of which this one is the buddy, are copies, too, and stepped late (`runtime.model.state.late_steps`):
+the parameter itself comes from the other worker, as all that is not kept here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import Sums
 from slipstream.runtime.model.state.late_steps import BUFFERS, LateSteps
 from slipstream.runtime.model.state.parameter_groups import Groups, grouped
-from slipstream.runtime.model.state.part_state import PartState, placed, slice_of, untrained
+from slipstream.runtime.model.state.part_state import PartState, is_elementwise, placed, shaped, slice_of, untrained
 from slipstream.runtime.model.state.parts import Parts, Span, common
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, UndoableSteps
 from slipstream.runtime.model.state.version import Version
@@ -44,12 +45,13 @@ class _Piece(NamedTuple):
 
     def of_parameter(self) -> Tensor:
         """These elements of the parameter itself."""
-        return slice_of(self.parameter.detach().view(-1), self.whole, self.span)
+        return shaped(slice_of(self.parameter.detach().view(-1), self.whole, self.span), self.parameter)
 
     def gradient(self) -> Tensor | None:
         """Of these elements, in the dtype that is stepped: a view where that is the gradients' own."""
         gradient = self.parameter.grad
-        return None if gradient is None else slice_of(gradient.view(-1), self.whole, self.span).to(self.stepped.dtype)
+        return None if gradient is None else shaped(
+            slice_of(gradient.view(-1), self.whole, self.span), self.parameter).to(self.stepped.dtype)
 
     def scaled(self, factor: float) -> Tensor:
         """The gradient as it was stepped by: times a factor, which a view has been multiplied by."""
@@ -180,9 +182,10 @@ class PartOptimizer(UndoableSteps):
             both = common(piece.span, span) if piece.layer == layer and piece.part == part else None
             if both is None:
                 continue
-            tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach(), piece.span, both)
+            tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach().view(-1), piece.span, both)
             for slot, value in self._steps_of(piece).tensors_of(piece.stepped).items() if state else ():
-                tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
+                flat = value.reshape(-1) if value.shape == piece.stepped.shape else value
+                tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(flat, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
         version = self._late.version if (layer, part) in self._copied else self.version
@@ -193,7 +196,7 @@ class PartOptimizer(UndoableSteps):
         where there was no step."""
         if self._factor is None:
             return {}
-        return {piece.name: piece.scaled(self._factor) for piece in self._pieces
+        return {piece.name: piece.scaled(self._factor).view(-1) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
@@ -247,8 +250,8 @@ class PartOptimizer(UndoableSteps):
             both = common(span, part)
             if both is None:
                 continue
-            view = slice_of(parameter.detach().view(-1), span, both)
-            late = [slice_of(one, part, both) for one in sums.get((layer, part), ())]
+            view = shaped(slice_of(parameter.detach().view(-1), span, both), parameter)
+            late = [shaped(slice_of(one, part, both), parameter) for one in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
                 stepped = nn.Parameter(view.float() if self._masters else view.clone() if late else view)
@@ -266,7 +269,7 @@ class PartOptimizer(UndoableSteps):
                 mine.append(piece.stepped)
             names[str(self._sharing.first(piece.layer, piece.name))] = piece.parameter
         return [{**group, "params": [one for parameter in group["params"] for one in by_parameter[parameter]]}
-                for group in grouped(names, config)]
+                for group in grouped(names, config, self._sharing.last)]
 
     def _make_step(self, factor: float) -> None:
         for piece in self._pieces:
@@ -300,12 +303,12 @@ class PartOptimizer(UndoableSteps):
             if name_of(key) != piece.name:
                 continue
             if kind == "model":
-                slice_of(stepped.detach(), piece.span, both).copy_(slice_of(tensor, has, both))
-            elif tensor.dim() == 0:
+                slice_of(stepped.detach().view(-1), piece.span, both).copy_(slice_of(tensor, has, both))
+            elif not is_elementwise(tensor, has):
                 slots[slot] = tensor.detach().to(self._device_of(slot, stepped), copy=True)
             else:
                 if slot not in slots:
                     slots[slot] = torch.empty(stepped.shape, dtype=tensor.dtype, device=stepped.device)
-                slice_of(slots[slot], piece.span, both).copy_(slice_of(tensor, has, both))
+                slice_of(slots[slot].view(-1), piece.span, both).copy_(slice_of(tensor, has, both))
         if not slots:
             del states[stepped]

@@ -15,7 +15,8 @@ from slipstream.runtime.model.tensor_codec import decode, encode
 class PartState(NamedTuple):
     """The elements [start, stop) of a layer.
 
-    Tensors are flat, and have the elements of their parameter that are in the span; counters are as they are. Names are
+    Tensors are flat, and have the elements of their parameter that are in the span; what an optimizer remembers of a
+    parameter as a whole, such as a counter, is as it is. Names are
     `model.NAME` as in the layer's state_dict, and `optimizer.SLOT.NAME`; where the optimizer has master weights,
     `model.NAME` are those. What is not trained is whole, and in the part that begins with element 0.
     """
@@ -76,8 +77,19 @@ def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
 
 
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
-    """Some elements of a flat tensor that has these; a counter is for all of them."""
-    return tensor if tensor.dim() == 0 else tensor[wanted[0] - has[0]:wanted[1] - has[0]]
+    """Some elements of a flat tensor that has these; what is of the parameter as a whole is for all of them."""
+    return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
+
+
+def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
+    """Elements of a parameter: in its shape where these are all of them, which some optimizers need; else flat."""
+    whole = parameter.dim() > 1 and elements.numel() == parameter.numel()
+    return elements.view(parameter.shape) if whole else elements
+
+
+def is_elementwise(tensor: Tensor, has: Span) -> bool:
+    """Whether a tensor of a part has a number for each of these elements; else it is of their parameter as a whole."""
+    return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
 def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
@@ -140,13 +152,13 @@ def whole(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
     shapes = {name: (parameter.shape, span) for name, parameter, span in placed(module)}
     for part in parts:
         for key, tensor in part.tensors.items():
-            if name_of(key) not in shapes or tensor.dim() == 0:
+            shape, span = shapes.get(name_of(key), (tensor.shape, (0, 0)))
+            has = max(span[0], part.start), min(span[1], part.stop)
+            if name_of(key) not in shapes or not is_elementwise(tensor, has):
                 found[key] = tensor.detach().to("cpu", copy=True)
                 continue
-            shape, span = shapes[name_of(key)]
             if key not in found:
                 found[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            has = max(span[0], part.start), min(span[1], part.stop)
             slice_of(found[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
     for name, tensor in untrained(module).items():
         found.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))

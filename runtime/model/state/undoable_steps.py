@@ -32,19 +32,33 @@ def _sgd(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
                            nesterov=config.nesterov, maximize=config.maximize, fused=True)
 
 
-OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
-"""By the name that `[training] optimizer` gives. One of your own is named `module:function` and must update each
-element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
+def _muon(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
+    from slipstream.runtime.model.state.muon import Muon
+
+    return Muon(groups, config, _adamw)
 
 
-def optimizer_factory(name: str) -> Factory:
-    """What makes the optimizer of a name. Raises ConfigError."""
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    if not is_reference(name):
+_muon.whole_parameters = True  # type: ignore[attr-defined]
+OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
+"""By the name that `[training] optimizer` gives. One of your own is named `module:function`, and remembers only
+tensors, in its `state`. Unless the function has an attribute `whole_parameters` that is true, it must update each
+element of a parameter from that element's gradient and state alone."""
+
+
+def optimizer_factory(config: TrainingConfig) -> Factory:
+    """What makes the optimizer of a configuration. Raises ConfigError, also where it needs whole parameters that
+    workers or their ranks have parts of."""
+    name = config.optimizer
+    if name not in OPTIMIZERS and not is_reference(name):
         raise ConfigError(f"training.optimizer is {name!r}; expected one of {', '.join(map(repr, OPTIMIZERS))}, or "
                           "'module:function'")
-    factory: Factory = load_reference("training.optimizer", name)
+    factory: Factory = OPTIMIZERS[name] if name in OPTIMIZERS else load_reference("training.optimizer", name)
+    if getattr(factory, "whole_parameters", False):
+        for wrong, what, expected in ((config.shard_optimizer, "shard_optimizer true", "false"),
+                                      (config.tensor_parallel > 1, f"tensor_parallel {config.tensor_parallel}", "1")):
+            if wrong:
+                raise ConfigError(f"training.optimizer is {name!r}, which needs whole parameters, and training.{what}, "
+                                  f"which cuts them; expected {expected}, or another optimizer")
     return factory
 
 
@@ -53,7 +67,7 @@ class OptimizerSteps:
 
     def __init__(self, groups: Groups, config: TrainingConfig) -> None:
         self._config = config
-        self._optimizer = optimizer_factory(config.optimizer)(groups, config)
+        self._optimizer = optimizer_factory(config)(groups, config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
         """Of each tensor, what the optimizer remembers of it."""

@@ -15,7 +15,7 @@ from slipstream.planner.job.presets import preset, preset_names
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.from_job import tick_of
 from slipstream.planner.plan import plan_job
-from slipstream.runtime.config import parse_run_config
+from slipstream.runtime.config import MuonConfig, parse_run_config
 from slipstream.schedules.schedule import Worker
 
 
@@ -70,6 +70,26 @@ def test_sharded_optimizer_state_leaves_room(pipelines, lost, bytes_kept):
     assert training.shard_optimizer and training.master_weights and not whole.training
 
 
+def test_muon_remembers_one_number_of_two_and_multiplies():
+    """A stage in the middle has layers only, whose matrices Muon steps; a step's products are counted one by one."""
+    shape = ModelShape(layers=32, hidden=1024, heads=16, kv_heads=4, ffn=2816, gated=True, sequence=1024,
+                       vocabulary=50_304)
+    adamw, muon = (estimate("x", shape.by_layer(), layout(8, muon=one))[0] for one in (False, True))
+    assert muon["memory"]["weights"][3] / adamw["memory"]["weights"][3] == pytest.approx((14 + 8) / 30, abs=2e-3)
+    saved = adamw["memory"]["weights"][0] - muon["memory"]["weights"][0]
+    assert saved == pytest.approx(8e-6 * shape.layer_parameters * adamw["placement"]["layers"][0], rel=0.01)
+    products, gpu = 0, GPUS["a100"]
+    for m, n in [(1024, 1024), (1024, 1024), (256, 1024), (256, 1024), *[(1024, 2816)] * 3]:
+        for _ in range(MuonConfig().steps):
+            products += 2 * m * m * n + 2 * m * m * m + 2 * m * m * n
+    layers = adamw["placement"]["layers"][3]
+    less = layers * 8 * shape.layer_parameters / gpu.memory_bandwidth
+    more = muon["time"]["optimizer"][3] - adamw["time"]["optimizer"][3]
+    assert more == pytest.approx(layers * products / gpu.flops / 0.55 - less, rel=0.02)
+    training = parse_run_config({}, muon["training"]).training
+    assert training.optimizer == "muon" and training.master_weights
+
+
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
 def test_layers_are_estimated_like_stages(name):
     """The embedding weighs on the first layer and the head on the last; the stages are about the sums of layers."""
@@ -113,6 +133,12 @@ def test_the_head_takes_layers_from_the_last_stage():
 def test_what_cannot_be_is_refused(shape, stages, says):
     with pytest.raises(ValueError, match=says):
         estimate("job", shape.by_layer(), layout(stages))
+
+
+@pytest.mark.parametrize("more", [{"shard_optimizer": True}, {"tensor_parallel": 2}], ids=str)
+def test_muon_with_parts_of_matrices_is_refused(more):
+    with pytest.raises(ValueError, match="Muon needs whole matrices; expected no shared optimizer state, and one GPU"):
+        estimate("job", gpt(4, 1024, 16).by_layer(), layout(2, muon=True, **more))
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])

@@ -18,6 +18,7 @@ def of_ones_own(groups, config):
 
 @pytest.mark.parametrize("training", [
     {}, {"amsgrad": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.9},
+    {"optimizer": "muon", "parameter_groups": [{"parameters": "*", "optimizer": "muon"}]},
     {"optimizer": f"{__name__}:of_ones_own"}], ids=str)
 def test_it_is_known_what_an_optimizer_remembers(training):
     """Of each element; a counter of steps is one number a tensor."""
@@ -27,4 +28,5 @@ def test_it_is_known_what_an_optimizer_remembers(training):
     holding.optimizer.step(0)
     (part,) = holding.optimizer.own_states(0)
     kept = [tensor for key, tensor in part.tensors.items() if key.startswith("optimizer.")]
-    assert layer_sizes.slots_of(config) == sum(tensor.numel() for tensor in kept if tensor.numel() == SIZE) / SIZE
+    assert layer_sizes.slots_of(config, by_muon=config.optimizer == "muon") == sum(
+        tensor.numel() for tensor in kept if tensor.numel() == SIZE) / SIZE

@@ -26,11 +26,31 @@ class Heavy(torch.optim.Optimizer):
                 old = self.state[parameter].get("sum", torch.zeros_like(parameter))
                 self.state[parameter]["sum"] = 0.9 * old + parameter.grad  # a new tensor, unlike torch's own
                 parameter.sub_(group["lr"] * self.state[parameter]["sum"])
+
+class Whitened(torch.optim.Optimizer):
+    whole_parameters = True
+
+    def __init__(self, groups, config):
+        super().__init__(groups, {"lr": config.learning_rate})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2:  # a square beside a matrix that is none
+                    square = self.state[parameter].setdefault("square", torch.eye(len(parameter)).to(parameter))
+                    square += parameter.grad @ parameter.grad.T
+                    parameter.sub_(group["lr"] * torch.linalg.solve(square, parameter.grad))
+                else:
+                    self.state[parameter].setdefault("length", torch.zeros(()).to(parameter)).add_(1)
+                    parameter.sub_(group["lr"] * parameter.grad)
 """
 CONFIGS = {
     "adamw": TrainingConfig(learning_rate=0.1),
     "sgd": TrainingConfig(optimizer="sgd", learning_rate=0.1),
     "sgd with momentum": TrainingConfig(optimizer="sgd", learning_rate=0.1, momentum=0.9),
+    "muon": TrainingConfig(optimizer="muon", learning_rate=0.1),
+    "own of whole matrices": TrainingConfig(optimizer="my_own_optimizer:Whitened", learning_rate=0.1),
     "own": TrainingConfig(optimizer="my_own_optimizer:Heavy", learning_rate=0.1),
 }
 
@@ -173,7 +193,8 @@ def test_a_stage_without_vectors_or_without_parameters() -> None:
 
 
 def test_unknown_optimizers_are_refused() -> None:
-    for name, message in (("adam", "one of 'adamw', 'sgd', or"), ("no.such:thing", "cannot be imported: No module"),
+    for name, message in (("adam", "one of 'adamw', 'sgd', 'muon', or"),
+                          ("no.such:thing", "cannot be imported: No module"),
                           ("math:pi", "a float; expected something to call")):
         with pytest.raises(ConfigError, match=message):
             build_optimizer({}, TrainingConfig(optimizer=name))

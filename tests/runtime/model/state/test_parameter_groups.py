@@ -24,7 +24,7 @@ def layers() -> dict[int, nn.Module]:
 def test_the_first_pattern_that_matches_says_what_differs() -> None:
     named = {f"{layer}.{name}": one for layer, module in layers().items() for name, one in module.named_parameters()}
     found = {name: {key: value for key, value in group.items() if key != "params"}
-             for group in grouped(named, CONFIG) for name, one in named.items()
+             for group in grouped(named, CONFIG, 2) for name, one in named.items()
              if any(one is member for member in group["params"])}
     assert found == {
         "0.weight": {"lr": 0.25, "weight_decay": 0.0},
