@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ from slipstream.cli.fleet import (
     Costs,
     FailureModel,
     Floats,
+    PoliciesOfTrace,
     Policy,
     Throughputs,
     TraceFileError,
@@ -42,6 +44,7 @@ from slipstream.cli.fleet import (
     draw_trace,
     fail_together,
     fit_to_job,
+    gather_throughputs,
     group_gpus,
     places_of_nodes,
     read_availability_trace,
@@ -58,14 +61,15 @@ from slipstream.cli.shared.inputs import (
     write_or_refuse,
 )
 from slipstream.cli.shared.interrupts import checking_interrupts
-from slipstream.cli.shared.options import ANSWER, JobFile, Json, Settings
-from slipstream.cli.shared.planning import chosen_recomputation, compile_planner
-from slipstream.planner.budget import STEP_SECONDS
+from slipstream.cli.shared.options import ANSWER, ExecutorName, JobFile, Json, Settings
+from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, executor_or_refuse
+from slipstream.planner.budget import STEP_SECONDS, CountCallback
 from slipstream.planner.job.estimate import BYTES_HELD, BYTES_UNDO
 from slipstream.planner.job.file import Job
 from slipstream.planner.job.layers import share
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.tables.process_pool import PoolError, run_all
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.table import Table
 
@@ -100,6 +104,8 @@ Seed = Annotated[int, typer.Option("--seed", rich_help_panel=FAILURES, metavar="
     "Seed of every random choice."))]
 Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
     "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
+Jobs = Annotated[int, typer.Option("--jobs", rich_help_panel=FAILURES, metavar="N", min=1, max=1024, help=(
+    "With --seeds: processes to simulate in. Each plans for itself what its traces need, so more is planned in all."))]
 Gpus = Annotated[int | None, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES,
                                           metavar="N", min=1, max=4096, help=(
     "GPUs of a worker (a tensor-parallel group). Default: [training] tensor_parallel of the job. Drawn failures are of "
@@ -130,7 +136,8 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
 
 def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, policy: Policies = None,
              html: HtmlFile = None, table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None,
-             failed: Failed = None, days: Days = None, seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None,
+             failed: Failed = None, days: Days = None, seed: Seed = 0, seeds: Seeds = 1, jobs: Jobs = 1,
+             executor: ExecutorName = None, gpus: Gpus = None,
              fail_slow: FailSlow = False, tokens: Tokens = None, parameters: Parameters = None, batch: Batch = None,
              switch: Switch = None, steps: Steps = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
@@ -143,6 +150,8 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     kinds = _policies(policy)
     drawing = {"--preset": preset, "--mtbf": mtbf, "--fail-slow": fail_slow or None}
     _require_consistent(trace, failed, drawing, days, html, seeds)
+    if seeds == 1 and (jobs > 1 or executor is not None):
+        refuse(f"{'--jobs' if jobs > 1 else '--executor'}: only with --seeds, whose traces are simulated side by side")
     make: Callable[[int], AvailabilityTrace]
     dead = failed_workers(wanted, failed, None)
     if failed:
@@ -160,7 +169,7 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
     samples = batch if batch is not None else _batch(wanted)
     try:
-        with _progress() as (tell, describe):
+        with executor_or_refuse(executor) as pool, _progress() as (tell, describe):
             throughputs = _throughputs(wanted, samples, known, steps, dead, describe)
             if seeds > 1:
                 if (trace is not None or failed) and _same(first, make(seed + 1)):
@@ -168,7 +177,10 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
                               "this is one", style="dim", soft_wrap=True)
                     seeds = 1
                 traces = [first, *(make(seed + index) for index in range(1, seeds))]
-                values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
+                planning = functools.partial(_made, wanted, samples, known, steps, dead)
+                values = throughputs_over_traces(kinds, throughputs, costs, traces, tell) \
+                    if pool is None and jobs == 1 else \
+                    _side_by_side(kinds, planning, costs, traces, tell, jobs, pool)
                 _print_seeds(values, kinds, json)
                 if len(values[kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
@@ -291,19 +303,35 @@ def _tokens(job: Job) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
+def _side_by_side(kinds: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs,
+                  traces: Sequence[AvailabilityTrace], tell: CountCallback, jobs: int, pool: Executor | None
+                  ) -> dict[str, Floats]:
+    """`throughputs_over_traces` by several processes. Exits 1 where one dies."""
+    try:
+        with closing(run_all(PoliciesOfTrace(kinds, make, costs), enumerate(traces), jobs, executor=pool)) as results:
+            return gather_throughputs(kinds, ((number, values) for (number, _), values in results), len(traces), tell)
+    except PoolError as error:
+        answer_no(error)
+
+
 def _throughputs(job: Job, samples: float, table: Table | None, steps: int | None,
                  dead: Sequence[Worker], describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        if steps is None:
-            return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
-        seconds = steps * STEP_SECONDS
-        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe, plan_seconds=seconds,
-                           settle_seconds=seconds, thorough=True, dead=dead)
+        return _made(job, samples, table, steps, dead, describe)
     except NoPlanError as error:
         answer_no(error)
     except ValueError as error:
         refuse(f"--table: {error}")
+
+
+def _made(job: Job, samples: float, table: Table | None, steps: int | None, dead: Sequence[Worker],
+          describe: Callable[[str], None] = lambda _: None) -> Throughputs:
+    if steps is None:
+        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
+    seconds = steps * STEP_SECONDS
+    return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe, plan_seconds=seconds,
+                       settle_seconds=seconds, thorough=True, dead=dead)
 
 
 # --- Output -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from slipstream.cli.shared.options import (
     PLANNED,
     SEARCH,
     Backward,
+    ExecutorName,
     JobFile,
     Json,
     MethodName,
@@ -24,11 +25,11 @@ from slipstream.cli.shared.options import (
     Settings,
     Steps,
 )
-from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, plan_options
+from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, executor_or_refuse, plan_options
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.file import JobError, parse_job, read_job_text
 from slipstream.planner.model.problem import NoPlanError
-from slipstream.planner.tables.build import BuiltTable, build_table
+from slipstream.planner.tables.build import WHOLE, BuiltTable, Share, build_share
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError
 
@@ -39,6 +40,9 @@ Exact = Annotated[bool, typer.Option("--exact", rich_help_panel=PLANNED, help=(
 ByNode = Annotated[bool, typer.Option("--by-node", rich_help_panel=PLANNED, help=(
     "Also for each one and each two nodes (machines) that are lost, with all of their workers by [topology] of the job "
     "file: with each worker in its role, and for as many failures with roles moved."))]
+ShareOption = Annotated[str | None, typer.Option("--share", rich_help_panel=SEARCH, metavar="I/N", help=(
+    "Plan share I of N (0 to N - 1) of the entries, beside N - 1 such commands with the same folder, on any machines. "
+    "The last one that finishes writes the table."))]
 Jobs = Annotated[int | None, typer.Option("--jobs", rich_help_panel=SEARCH, metavar="N", min=1, max=1024, help=(
     "Processes to plan in. Default: one for each core."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
@@ -48,9 +52,9 @@ OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metava
 
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
-          jobs: Jobs = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 5.0, steps: Steps = None, params: Params = None, seed: Seed = 0,
-          settings: Settings = None, json: Json = False) -> None:
+          jobs: Jobs = None, share: ShareOption = None, executor: ExecutorName = None, backward: Backward = None,
+          optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 5.0, steps: Steps = None,
+          params: Params = None, seed: Seed = 0, settings: Settings = None, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     In one, roles move: live workers take over those of the dead where that costs least, and load their layers. The
@@ -70,9 +74,10 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     read = read if again is None else again.job
     try:
         compile_planner()
-        with _progress() as tell:
-            built = build_table(read, text.encode(), out_folder, options, max_failures=max_failures, exact=exact,
-                                by_node=by_node, jobs=jobs or os.cpu_count() or 1, progress=tell)
+        with executor_or_refuse(executor) as pool, _progress() as tell:
+            built = build_share(read, text.encode(), out_folder, options, _share(share), max_failures=max_failures,
+                                exact=exact, by_node=by_node, jobs=jobs or os.cpu_count() or 1, progress=tell,
+                                executor=pool)
     except (JobError, TableError) as error:
         refuse(error)
     except OSError as error:
@@ -85,8 +90,18 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         raise typer.Exit(130) from None
     if json:
         print_json(built.report())
-        return
-    _print(built, out_folder)
+    elif isinstance(built, BuiltTable):
+        _print(built, out_folder)
+    else:
+        out.print(f"{built.finished} of {built.entries} entries are in {out_folder}, {built.planned} planned now, in "
+                  f"{duration(built.seconds)}; the last share that finishes writes the table", soft_wrap=True)
+
+
+def _share(text: str | None) -> Share:
+    try:
+        return WHOLE if text is None else Share.parse(text)
+    except ValueError as error:
+        refuse(f"--share: {error}")
 
 
 @contextmanager

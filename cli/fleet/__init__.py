@@ -46,8 +46,10 @@ from slipstream.cli.fleet.policy import Policy as Policy
 from slipstream.cli.fleet.settled import SETTLE_SECONDS as SETTLE_SECONDS
 from slipstream.cli.fleet.simulation import Comparison as Comparison
 from slipstream.cli.fleet.simulation import Floats as Floats
+from slipstream.cli.fleet.simulation import PoliciesOfTrace as PoliciesOfTrace
 from slipstream.cli.fleet.simulation import PolicyRun as PolicyRun
 from slipstream.cli.fleet.simulation import compare as compare
+from slipstream.cli.fleet.simulation import gather_throughputs as gather_throughputs
 from slipstream.cli.fleet.simulation import throughputs_over_traces as throughputs_over_traces
 from slipstream.cli.fleet.synthetic_trace import draw_slow as draw_slow
 from slipstream.cli.fleet.synthetic_trace import draw_trace as draw_trace

@@ -1,6 +1,6 @@
 """Simulates policies over an availability trace, and accounts for the time lost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -169,20 +169,44 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
         [0.0, *(run.fault_free_rate for run in runs.values() if not POLICIES[run.policy].is_reference)]))
 
 
+class PoliciesOfTrace:
+    """Simulates policies over numbered traces, in any process: what is planned for one is kept there for the next."""
+
+    def __init__(self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs) -> None:
+        """`make` must be picklable where processes are to have a copy of this."""
+        self._policies, self._make, self._costs = policies, make, costs
+        self._throughputs: Throughputs | None = None
+
+    def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
+        """Mean samples per second by policy."""
+        _, trace = numbered
+        if self._throughputs is None:
+            self._throughputs = self._make()
+        scenario = Scenario(self._throughputs, self._costs, trace.seconds_between_failures)
+        return {kind.name: simulate(kind(scenario), trace).throughput for kind in self._policies}
+
+
 def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                             traces: Sequence[AvailabilityTrace],
                             progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
-    """Mean samples per second by policy, one value for each trace.
+    """`gather_throughputs` of traces that are simulated here, one after the other."""
+    simulated = PoliciesOfTrace(policies, lambda: throughputs, costs)
+    return gather_throughputs(policies, ((one[0], simulated(one)) for one in enumerate(traces)), len(traces), progress)
+
+
+def gather_throughputs(policies: Sequence[type[Policy]], results: Iterable[tuple[int, Mapping[str, float]]],
+                       traces: int, progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
+    """Mean samples per second by policy, one value for each trace, from what `PoliciesOfTrace` gives for numbered
+    traces, in whatever order that comes.
 
     After Ctrl-C the result has the traces that were finished. Raises KeyboardInterrupt when there are none.
     """
-    found: list[dict[str, float]] = []
+    found: dict[int, Mapping[str, float]] = {}
     try:
-        for trace in traces:
-            scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
-            found.append({kind.name: simulate(kind(scenario), trace).throughput for kind in policies})
-            progress(len(found), len(traces))
+        for number, values in results:
+            found[number] = values
+            progress(len(found), traces)
     except KeyboardInterrupt:
         if not found:
             raise
-    return {kind.name: np.array([one[kind.name] for one in found]) for kind in policies}
+    return {kind.name: np.array([found[number][kind.name] for number in sorted(found)]) for kind in policies}

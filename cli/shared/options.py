@@ -30,6 +30,10 @@ Optimizer = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=PL
                                                autocompletion=completing("staggered", "synchronous"), help=(
     "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
     "Default: staggered; synchronous for 1f1b."))]
+ExecutorName = Annotated[str | None, typer.Option("--executor", rich_help_panel=SEARCH,
+                                                  metavar="mpi|dask://HOST:PORT", help=(
+    "Who plans in place of --jobs processes of this machine: those of MPI, where this command is started by "
+    "`mpirun -n N python -m mpi4py.futures`, or the workers of a Dask cluster."))]
 MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, metavar="cp-sat|greedy|1f1b|recycle",
                                          autocompletion=completing("cp-sat", "greedy", "1f1b", "recycle"), help=(
     "cp-sat: list schedules, annealing, and CP-SAT where that is small enough (the answer says what really ran); "

@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +22,7 @@ from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_
 from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
+from slipstream.planner.tables.executors import ExecutorError, executor_of
 from slipstream.schedules.files import read_at_most, write_atomically
 from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -68,6 +70,17 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     if made.fault_free is not None:
         _keep_reference(options, job, made.fault_free)
     return made
+
+
+@contextmanager
+def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
+    """Those who plan in place of processes of this machine; None: nobody does. Exits 2 where they cannot be had."""
+    with ExitStack() as stack:
+        try:
+            executor = stack.enter_context(executor_of(name))
+        except ExecutorError as error:
+            refuse(f"--executor: {error}")
+        yield executor
 
 
 def compile_planner() -> None:

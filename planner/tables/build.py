@@ -6,11 +6,14 @@ It writes all entries in the order of their keys, so the table does not depend o
 """
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from itertools import chain, combinations, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +27,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_only
 from slipstream.planner.report import Transition, transition
-from slipstream.planner.tables.folder import FinishedPart, TableFolder, make_part, no_plan
+from slipstream.planner.tables.folder import FinishedPart, NodesOfEntry, TableFolder, make_part, no_plan
 from slipstream.planner.tables.process_pool import run_all
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Program, Schedule, Seat, Worker
@@ -155,10 +158,57 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
                 "no_plan": sum(row.reason is not None for row in self.index.entries)}
 
 
+class Share(NamedTuple):
+    """Which entries one of several processes plans, each with the same folder."""
+
+    number: int = 0
+    of: int = 1
+
+    @staticmethod
+    def parse(text: str) -> "Share":
+        """Read "I/N", I from 0 to N - 1. Raises ValueError."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        share = Share(*map(int, found.groups())) if found else Share(of=0)
+        if share.number >= share.of:
+            raise ValueError(f"{text!r} is no share; expected I/N, with I from 0 to N - 1, such as 0/8")
+        return share
+
+
+WHOLE = Share()
+
+
+class UnfinishedTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of which other shares have not planned all of their entries yet."""
+
+    entries: int
+    finished: int
+    planned: int
+    """By this call."""
+    seconds: float
+
+    def report(self) -> dict[str, object]:
+        """The answer of `slipstream table --share --json`."""
+        return {"entries": self.entries, "seconds": round(self.seconds, 3), "planned": self.planned,
+                "finished": self.finished}
+
+
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
-                progress: CountCallback = lambda _done, _total: None) -> BuiltTable:
-    """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
+                progress: CountCallback = lambda _done, _total: None, executor: Executor | None = None) -> BuiltTable:
+    """`build_share` of all entries."""
+    built = build_share(job, job_text, folder, options, WHOLE, max_failures=max_failures, exact=exact, by_node=by_node,
+                        settled=settled, jobs=jobs, progress=progress, executor=executor)
+    assert isinstance(built, BuiltTable)
+    return built
+
+
+def build_share(job: Job, job_text: bytes, folder: Path, options: PlanOptions, share: Share, *, max_failures: int,
+                exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
+                progress: CountCallback = lambda _done, _total: None,
+                executor: Executor | None = None) -> BuiltTable | UnfinishedTable:
+    """Plan the entries of a share that are missing, and write the table if the others are there.
+
+    `job_text` is the job file; the table keeps a copy. Entries are planned by `jobs` processes, or by an executor.
 
     Entries that run at once leave all layers where they are, and cut micro-batches within a stage where that is faster.
     Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
@@ -170,29 +220,60 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
     tasks = all_tasks(job, max_failures, exact=exact, by_node=by_node, settled=settled)
     nodes = {task.key: task.nodes for task in tasks if task.nodes}
     keys = [task.key for task in tasks]
-    table_folder = TableFolder(folder, basis)
+    table_folder = _opened(folder, basis, share)
     index = table_folder.published(keys, nodes)
     missing: list[EntryTask] = []
     if index is None:
         finished = table_folder.reopen()
-        missing = [task for task in tasks if task.key not in finished]
-        progress(len(tasks) - len(missing), len(tasks))
-        if missing:
+        # Most expensive first, so that the processes end together, and shares take about as long.
+        mine = sorted(tasks, key=lambda task: (task.failed is not None, -task.failures))[share.number::share.of]
+        missing = [task for task in mine if task.key not in finished]
+        progress(len(mine) - len(missing), len(mine))
+        if missing and executor is None:
             ready()  # here, and not in every process
-        # Most expensive first, so that the processes end together.
-        missing.sort(key=lambda task: (task.failed is not None, -task.failures))
-        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError))) as results:
+        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError, TableError),
+                             executor=executor)) as results:
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
-                progress(len(tasks) - len(missing) + done, len(tasks))
-        counts = [task for task in tasks if task.failed is None]
-        parts, most = table_folder.parts([task.key for task in counts]), max(task.failures for task in counts)
+                progress(len(mine) - len(missing) + done, len(mine))
+        there = table_folder.count(keys)
+        if there < len(keys):
+            index = table_folder.published_by_others(keys, nodes)
+            if index is None:
+                return UnfinishedTable(entries=len(keys), finished=there, planned=len(missing),
+                                       seconds=time.monotonic() - began)
+        else:
+            index = _publish(table_folder, tasks, nodes, job_text, share, max_failures=max_failures, exact=exact,
+                             settled=settled)
+    return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
+
+
+def _opened(folder: Path, basis: Basis, share: Share) -> TableFolder:
+    """The folder of a table. Where the process of another share publishes it meanwhile, files go; then it is there."""
+    try:
+        return TableFolder(folder, basis)
+    except TableError:
+        if share == WHOLE:
+            raise
+        return TableFolder(folder, basis)
+
+
+def _publish(folder: TableFolder, tasks: Sequence[EntryTask], nodes: NodesOfEntry, job_text: bytes, share: Share, *,
+             max_failures: int, exact: bool, settled: bool) -> Index:
+    """Write the table. Several shares that end together may do so at once: all write the same bytes, and who finds that
+    files are gone finds the table published."""
+    counts, keys = [task for task in tasks if task.failed is None], [task.key for task in tasks]
+    try:
+        parts, most = folder.parts([task.key for task in counts]), max(task.failures for task in counts)
         for slow in {task.slow for task in counts}:
             for part in improved(parts, most, slow).values():
-                table_folder.add(part)
-        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled,
-                                     nodes=nodes)
-    return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
+                folder.add(part)
+        return folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled, nodes=nodes)
+    except TableError:
+        index = None if share == WHOLE else folder.published_by_others(keys, nodes)
+        if index is None:
+            raise
+        return index
 
 
 def basis_of(job: Job, options: PlanOptions) -> Basis:

@@ -186,6 +186,19 @@ class TableFolder:
             return None
         return self._table.index
 
+    def published_by_others(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
+        """`published`, by now: the process of another share may have done so. What is left of parts goes."""
+        if not (self._path / INDEX).exists():
+            return None
+        found = TableFolder(self._path, self._basis).published(keys, nodes)
+        if found is not None:
+            shutil.rmtree(self._path / PARTS, ignore_errors=True)
+        return found
+
+    def count(self, keys: Sequence[str]) -> int:
+        """How many of these entries are finished, by this process or another one."""
+        return sum(self._part_path(key).exists() for key in keys)
+
     def reopen(self) -> frozenset[str]:
         """Make the folder ready for more entries. Returns the keys of those it has. Raises OSError, TableError."""
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
@@ -193,7 +206,7 @@ class TableFolder:
             for row in self._table.rows():
                 if row.key not in self._finished:
                     self.add(self._part_of(self._table, row))
-            (self._path / INDEX).unlink()
+            (self._path / INDEX).unlink(missing_ok=True)  # another share may have done so
             self._table = None
         return frozenset(self._finished)
 

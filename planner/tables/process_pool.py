@@ -1,20 +1,22 @@
-"""Processes for long, independent tasks. All end when one dies or the caller stops.
+"""Processes for long, independent tasks: of this machine, or of an executor of one's own, which may have many machines.
 
-`concurrent.futures` runs them, but cannot stop tasks that are running, and a table build is usually interrupted in the
-middle of tasks: so each process waits in a thread for a pipe to close, and ends with it.
+Those of this machine all end when one dies or the caller stops. `concurrent.futures` runs them, but cannot stop tasks
+that are running, and a table build is usually interrupted in the middle of tasks: so each process waits in a thread for
+a pipe to close, and ends with it.
 """
 
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+from uuid import uuid4
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -25,16 +27,25 @@ class PoolError(Exception):
 
 
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
-            refusals: tuple[type[Exception], ...] = (), fork: bool = False) -> \
+            refusals: tuple[type[Exception], ...] = (), fork: bool = False, executor: Executor | None = None) -> \
         Generator[tuple[Task, Result], None, None]:
-    """Pairs (task, result) as they finish, from up to `jobs` processes. Tasks are started in order.
+    """Pairs (task, result) as they finish, from up to `jobs` processes or an executor. Tasks are started in order.
 
-    `function` is copied to each process once, and may keep state there; with `fork` it need not be picklable, as the
+    `function` may keep state in each process; with `fork` it need not be picklable, as the
     processes begin with all that the caller has. All processes end when the iteration ends, and
-    with a killed caller. They ignore Ctrl-C, which is for the caller. Raises the exceptions in `refusals` as the
-    function raised them, and PoolError for all others.
+    with a killed caller; with an executor, tasks that have not begun are given up. They ignore Ctrl-C, which is for the
+    caller. Raises the exceptions in `refusals` as the function raised them, and PoolError for all others.
     """
     pending = list(tasks)
+    if executor is not None:
+        key = uuid4().hex
+        submitted = {executor.submit(_run_elsewhere, key, function, task, refusals): task for task in pending}
+        try:
+            yield from _results(submitted)
+        finally:
+            for future in submitted:
+                future.cancel()
+        return
     if not pending:
         return
     context = get_context("fork" if fork else "spawn")
@@ -45,22 +56,28 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
             running = {pool.submit(_run, task, refusals): task for task in pending}
-        for future in as_completed(running):
-            try:
-                result, failure = future.result()
-            except BrokenProcessPool:
-                first = next(task for one, task in running.items() if not one.done() or one.exception())
-                raise PoolError(f"{first}: its process died, or that of another task at the same time; perhaps it was "
-                                "killed for want of memory") from None
-            if isinstance(failure, Exception):
-                raise failure
-            if failure is not None:
-                raise PoolError(f"{running[future]}: {failure}")
-            yield running[future], result
+        yield from _results(running)
     finally:
         ours.close()
         pool.shutdown(cancel_futures=True)
         theirs.close()
+
+
+def _results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
+    for future in as_completed(running):
+        try:
+            result, failure = future.result()
+        except BrokenProcessPool:
+            first = next(task for one, task in running.items() if not one.done() or one.exception())
+            raise PoolError(f"{first}: its process died, or that of another task at the same time; perhaps it was "
+                            "killed for want of memory") from None
+        except Exception as error:  # an executor's own, which says why nothing has run the task
+            raise PoolError(f"{running[future]}: {type(error).__name__}: {error}") from None
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            raise PoolError(f"{running[future]}: {failure}")
+        yield running[future], result
 
 
 @contextmanager
@@ -108,9 +125,26 @@ def _end_with(pipe: Connection) -> None:
     os._exit(1)
 
 
+_ELSEWHERE: dict[str, Callable[[Any], Any]] = {}
+"""What a process of an executor runs, by the caller's key: the last one, whose state is kept for its next task."""
+
+
+def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
+                   ) -> tuple[Any, Exception | str | None]:
+    if key not in _ELSEWHERE:
+        _ELSEWHERE.clear()
+        _ELSEWHERE[key] = function
+    return _answer(_ELSEWHERE[key], task, refusals)
+
+
 def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Exception | str | None]:
+    return _answer(_OF_PROCESS[0], task, refusals)
+
+
+def _answer(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
+            ) -> tuple[Any, Exception | str | None]:
     try:
-        return _OF_PROCESS[0](task), None
+        return function(task), None
     except refusals as error:
         return None, error
     except Exception:

@@ -1,15 +1,15 @@
-"""Commands of docs/clusters.md, as they stand there, for the folders of a test."""
+"""Commands of the documentation, as they stand there, for the folders of a test."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
+CLUSTERS, PLANNING = (Path(__file__).parents[2] / "docs" / name for name in ("clusters.md", "planning.md"))
 
 
-def blocks(heading: str, language: str) -> list[str]:
-    """The blocks of a language below a heading."""
-    below = CLUSTERS.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def blocks(heading: str, language: str, page: Path = CLUSTERS) -> list[str]:
+    """The blocks of a language below a heading, to the next of its kind."""
+    below = page.read_text().partition(f"# {heading}\n")[2].partition("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", below, re.DOTALL)
 
 

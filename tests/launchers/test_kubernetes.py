@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.runtime.processes.launchers import Launched, launched
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from tests.launchers.documents import blocks
+from tests.launchers.documents import PLANNING, blocks
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,16 @@ def test_service_and_job_are_valid_for_kubernetes(manifests, kind, version):
         template = {**template, "spec": {**template["spec"], "restartpolicy": "Never"}}
         validator.validate({**manifests["Job"], "spec": {**manifests["Job"]["spec"], "template": template}}, version(),
                            strict=True)
+
+
+def test_the_indexed_job_that_plans_a_table_is_valid_for_kubernetes():
+    """Its index is what shares are told by."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate: not installed (make launchers)")
+    (job,) = [yaml.safe_load(block) for block in blocks("On many machines", "yaml", PLANNING)]
+    for version in (OLDEST, newest()):
+        validator.validate(job, version, strict=True)
+    assert f"$JOB_COMPLETION_INDEX/{job['spec']['completions']}" in job["spec"]["template"]["spec"]["containers"][0][
+        "args"][0]
 
 
 def test_job_set_is_valid_for_its_controller(manifests):

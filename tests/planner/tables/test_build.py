@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +16,16 @@ import pytest
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
-from slipstream.planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
-from slipstream.planner.tables.folder import PARTS, decode_part, encode_part
+from slipstream.planner.tables.build import (
+    BuiltTable,
+    EntryPlanner,
+    Share,
+    all_tasks,
+    basis_of,
+    build_share,
+    build_table,
+)
+from slipstream.planner.tables.folder import PARTS, TableFolder, decode_part, encode_part
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.file import TableError
@@ -58,7 +67,7 @@ def contents(folder):
 def in_this_process(monkeypatch):
     """Entries are planned one after the other, by the clock of steps: what is planned is real, the processes are not
     there. Tests without it have them."""
-    def run_all(plan, tasks, jobs, refusals=()):
+    def run_all(plan, tasks, jobs, refusals=(), executor=None):
         yield from ((task, plan(task)) for task in tasks)
 
     monkeypatch.setattr("slipstream.planner.tables.build.run_all", run_all)
@@ -135,6 +144,57 @@ def test_one_process_or_two_the_bytes_are_the_same(tmp_path):
     build(tmp_path / "one", jobs=1)
     build(tmp_path / "two", jobs=2)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_shares_that_end_together_write_one_table(tmp_path):
+    """Each in a process of its own, as on machines with a shared folder: the bytes are those of one process."""
+    whole = tmp_path / "whole"
+    build(whole)
+    with ProcessPoolExecutor(3) as processes:
+        found = [future.result() for future in [processes.submit(build_one_share, tmp_path / "shares", number)
+                                                for number in range(3)]]
+    assert contents(whole) == contents(tmp_path / "shares")
+    entries = len(Table.load(whole).rows())
+    assert sum(one.planned for one in found) == entries and any(isinstance(one, BuiltTable) for one in found)
+    assert all(one.finished < one.entries == entries for one in found if not isinstance(one, BuiltTable))
+    assert isinstance(build_one_share(tmp_path / "shares", 1), BuiltTable)
+
+
+def build_one_share(folder, number):
+    return build_share(parse_job(JOB.decode()), JOB, folder, OPTIONS, Share(number, 3), max_failures=2)
+
+
+def test_a_share_that_never_ran_is_told_and_the_same_command_publishes(tmp_path, in_this_process):
+    """With a larger K, too, where a table is there."""
+    for most in (1, 2):
+        for number in (0, 2):
+            unfinished = build_share(parse_job(JOB.decode()), JOB, tmp_path, QUICK, Share(number, 3), max_failures=most)
+            assert unfinished.finished < unfinished.entries and not (tmp_path / "index.json").exists()
+        built = build_share(parse_job(JOB.decode()), JOB, tmp_path, QUICK, Share(1, 3), max_failures=most)
+        assert built.index.max_failures == most and not (tmp_path / PARTS).exists()
+        Table.load(tmp_path).verify()
+
+
+def test_a_share_that_finds_parts_gone_takes_the_table_of_another(tmp_path, in_this_process, monkeypatch):
+    """Both have seen all parts; the other one publishes, and removes them, while this one reads."""
+    publish = TableFolder.publish
+
+    def twice(folder, *arguments, **more):
+        monkeypatch.setattr(TableFolder, "publish", publish)
+        publish(folder, *arguments, **more)
+        return publish(folder, *arguments, **more)
+
+    build_share(parse_job(JOB.decode()), JOB, tmp_path, QUICK, Share(1, 2), max_failures=1)
+    monkeypatch.setattr(TableFolder, "publish", twice)
+    built = build_share(parse_job(JOB.decode()), JOB, tmp_path, QUICK, Share(0, 2), max_failures=1)
+    assert isinstance(built, BuiltTable)
+
+
+@pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "1/0", "a/b", "1/3/4", ""])
+def test_what_is_no_share_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no share; expected I/N, with I from 0 to N - 1"):
+        Share.parse(text)
 
 
 def test_a_larger_table_keeps_what_is_there(tmp_path, in_this_process):

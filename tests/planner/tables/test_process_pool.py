@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -19,6 +20,26 @@ def _double(task):
 def test_pool_gives_all_results():
     assert sorted(run_all(_double, range(7), 2)) == [(task, 2 * task) for task in range(7)]
     assert list(run_all(_double, [], 2)) == []
+
+
+def test_an_executor_of_ones_own_gives_all_results_and_keeps_state():
+    """As one of many machines would: with processes that know nothing of ours."""
+    with ProcessPoolExecutor(1) as executor:
+        for _ in range(2):
+            assert sorted(run_all(Counting(), [5, 6, 7], 9, executor=executor)) == [(5, 1), (6, 2), (7, 3)]
+        with pytest.raises(ValueError, match=r"^unlucky$"):
+            list(run_all(_double, [13], 1, (ValueError,), executor=executor))
+        with pytest.raises(PoolError, match="666: its process died"):
+            list(run_all(_double, [666], 1, executor=executor))
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, task):
+        self.calls += 1
+        return self.calls
 
 
 def test_pool_tells_of_failures_and_deaths():
