@@ -37,11 +37,14 @@ launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open M
 	$(BIN)/python -m pytest tests/launchers
 
 OLDER_TITAN := out/neighbours/torchtitan-0.2.2
+NEMO := out/neighbours/nemo-automodel
 
-neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte) and an older version beside it
+neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torchtitan (a gigabyte), an older version and NeMo Automodel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]'
 	test -d $(OLDER_TITAN) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(OLDER_TITAN) torchtitan==0.2.2 'tomli>=2,<3'
+	test -d $(NEMO) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(NEMO) nemo-automodel==0.7.0
 	$(BIN)/python -m pytest tests/interop
 
 lint: $(INSTALLED)         ## style, types, and which package may import which
