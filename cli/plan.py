@@ -1,5 +1,6 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,10 +33,26 @@ from slipstream.cli.shared.options import (
     TimeLimit,
     Verbose,
 )
-from slipstream.cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines, tally_lines
-from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan_options
+from slipstream.cli.shared.plan_summary import (
+    answer,
+    details,
+    placement_lines,
+    rank_lines,
+    recomputation_lines,
+    tally_lines,
+)
+from slipstream.cli.shared.planning import chosen_recomputation, find_pipeline, make_plan, plan_options
 from slipstream.planner.options import LAYERS
-from slipstream.planner.report import BANDWIDTH, Alternative, alternatives, plan_report, transition
+from slipstream.planner.placement import DOWN
+from slipstream.planner.report import (
+    BANDWIDTH,
+    Alternative,
+    alternatives,
+    placement_report,
+    plan_report,
+    transition,
+)
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.codec import MAX_OPS
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -47,6 +64,18 @@ LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=PLANNED, me
     "answer says what that takes."))]
 FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", rich_help_panel=PLANNED, help=(
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
+Placement = Annotated[str, typer.Option("--placement", rich_help_panel=PLANNED, metavar="given|any",
+                                        autocompletion=completing("given", "any"), help=(
+    "any: also find the virtual stages, the layers of each and the worker that holds it, in place of [placement] of "
+    "the job file; --job-out writes the job file of what is found."))]
+ForFailures = Annotated[int, typer.Option("--for-failures", rich_help_panel=PLANNED, metavar="K", min=0, max=64, help=(
+    "With --placement any: choose what has the most throughput in the mean, with 0 to K workers down as often as 1 % "
+    "of them fail at once, see --share-down."))]
+ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNED, metavar="SHARE", min=1e-6, max=0.5,
+                                          help="With --for-failures: the share of workers that are down in the mean."
+                                          )]
+JobOut = Annotated[Path | None, typer.Option("--job-out", rich_help_panel=ANSWER, metavar="FILE", help=(
+    "With --placement any: write the job file of what is found to this file."))]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
                                           metavar="BYTES", min=1.0, max=1e15, help=(
     "Bytes a second that a worker sends or receives while layers move; with [training] tensor_parallel, each of its "
@@ -61,46 +90,77 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
          backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
          time_limit: TimeLimit = 10.0, steps: Steps = None, params: Params = None, normalise: Normalise = False,
          layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH,
-         seed: Seed = 0, out_file: OutFile = None, verbose: Verbose = False, json: Json = False) -> None:
+         placement: Placement = "given", for_failures: ForFailures = 0, share_down: ShareDown = DOWN,
+         seed: Seed = 0, out_file: OutFile = None, job_out: JobOut = None, verbose: Verbose = False,
+         json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
     wanted = read_job_or_refuse(job, settings)
     require_writable(out_file)
+    require_writable(job_out)
     if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:
         refuse(f"--out: a schedule of this job has {ops} ops or more, a file at most {MAX_OPS}: leave out --out, or "
                "plan fewer micro-batches or pipelines")
     down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
     _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
+    _require_placement(placement, failed=bool(down), normalise=normalise, moving=layers == "move",
+                       baseline=method in BASELINES, for_failures=bool(for_failures), job_out=job_out is not None)
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
                            steps=steps, params=params, seed=seed, layers=layers, from_checkpoint=from_checkpoint)
-    again = chosen_recomputation(job, wanted, options)
-    if again is not None:
-        left = 1 - options.params.blocks.recomputed_share
-        wanted, options = again.job, options.within(left * options.seconds)
     clock = options.clock()
-    made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
+    found = None
+    if placement == "any":
+        found = find_pipeline(job, settings, options, for_failures, share_down, clock)
+        wanted, again, made = found.job, found.recomputation, found.plan
+    else:
+        again = chosen_recomputation(job, wanted, options)
+        if again is not None:
+            left = 1 - options.params.blocks.recomputed_share
+            wanted, options = again.job, options.within(left * options.seconds)
+            clock = options.clock()
+        made = make_plan(wanted, down, options, normalise=normalise, clock=clock)
     if not json:  # what is only printed has time of its own: the same schedule is written with --json
         comparing = min(COMPARE_SECONDS, COMPARE_SHARE * options.seconds) * (1.0 if down else ALONE)
         others = list(alternatives(wanted, down, made, options, normalise=normalise, seconds=comparing,
                                    clock=clock))
     if out_file is not None:
         write_or_refuse(out_file, encoded_or_refuse(made.schedule))
+    if found is not None and job_out is not None:
+        write_or_refuse(job_out, found.text.encode())
     if json:
-        print_json(plan_report(made, wanted, bandwidth, again))
+        print_json(plan_report(made, wanted, bandwidth, again) | ({} if found is None else placement_report(found)))
         return
-    chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
+    chosen = [*(["--placement any"] if found else []), *(["--normalise"] if normalise else []),
+              *(["--layers move"] if layers == "move" else [])]
     first = answer(made, others, chosen)
-    rest = [*rank_lines(wanted), *recomputation_lines(again),
+    rest = [*rank_lines(wanted), *placement_lines(found), *recomputation_lines(again),
             *details(made, others, transition(made.schedule, wanted, bandwidth)),
             *(tally_lines(made) if verbose else [])]
     out.print("\n".join(first))
     out.print(timeline(made.schedule, out.width, screen([*first, *rest])))
     out.print("\n".join(rest))
-    if out_file is not None:
-        err.print(f"written to {out_file}", soft_wrap=True)
+    for file in (out_file, job_out):
+        if file is not None:
+            err.print(f"written to {file}", soft_wrap=True)
+
+
+def _require_placement(placement: str, **others: bool) -> None:
+    """Refuse options that only a search for a placement has, or none: `others`, by their names, as given."""
+    require_choice("--placement", placement, ("given", "any"))
+    if placement == "given":
+        if given := [name for name in ("for_failures", "job_out") if others[name]]:
+            refuse(f"--{given[0].replace('_', '-')}: only with --placement any")
+        return
+    if others["failed"]:
+        refuse("--placement any finds the pipeline of a whole job, and --failed comes later: leave one of them out; "
+               "--for-failures K counts what failures will cost")
+    for name, why in (("normalise", "--normalise"), ("moving", "--layers move"),
+                      ("baseline", "--method 1f1b and recycle")):
+        if others[name]:
+            refuse(f"--placement any: not with {why}, which are for a placement that is given")
 
 
 def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:

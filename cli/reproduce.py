@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from slipstream.cli.fleet import Figure, reproduce_failure_cost
+from slipstream.cli.pipelines.unlike_layers import reproduce_unlike_layers
 from slipstream.cli.shared.console import err, out, print_json, refuse
 from slipstream.cli.shared.inputs import require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.interrupts import checking_interrupts
@@ -20,7 +21,8 @@ from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
-    "failure-cost": reproduce_failure_cost, "failure-cost-overlapped": partial(reproduce_failure_cost, overlap=True)}
+    "failure-cost": reproduce_failure_cost, "failure-cost-overlapped": partial(reproduce_failure_cost, overlap=True),
+    "unlike-layers": reproduce_unlike_layers}
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]
 NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture out: it needs matplotlib.")]
@@ -28,7 +30,7 @@ NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture
 
 def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
               json: Json = False) -> None:
-    """Make the table of what a failure costs again: as table, JSON and picture."""
+    """Make a table of the documents again: as table, JSON and picture."""
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _drawing_function()

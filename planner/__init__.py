@@ -11,6 +11,8 @@
     kernel       the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
     repetition   many micro-batches as a plan of fewer, again and again
     normalise    chooses which roles stay vacant, for a number of failures
+    recompute    which stages compute their activations again
+    placement    which virtual stages, workers and layers a pipeline has at all
     failures     what a run asks for when workers fail, slow down or come back
     report       what a plan moves, how long that takes, when it pays; what else could be done; `slipstream plan --json`
     tables/      builds tables of schedules

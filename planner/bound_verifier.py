@@ -7,7 +7,7 @@ from fractions import Fraction
 import msgspec
 
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.bounds import least_of, strongest_bound
+from slipstream.planner.model.bounds import least_of, placement_bound, strongest_bound
 from slipstream.planner.model.decompose import decompose
 from slipstream.planner.model.from_job import equal_parts, held_problem, in_place, problem_of_layers
 from slipstream.planner.model.problem import Bound, LayerTicks, LayoutScope, Problem
@@ -43,6 +43,8 @@ def _counted(schedule: Schedule) -> Bound:
     """What can be proven without a search."""
     if schedule.times.of_layers and schedule.scope in (*([] if schedule.overlaps else [Scope.PLACE]), Scope.LAYERS):
         return _least(schedule, schedule.times.of_layers)
+    if schedule.scope is Scope.PLACEMENT:
+        return _any_placement(schedule)
     if schedule.scope is Scope.LAYERS:
         ticks = min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
         return Bound(ticks, Scope.LAYERS)
@@ -92,8 +94,26 @@ def _costs(told: LayerCosts) -> LayerTicks:
     return LayerTicks(**{name: getattr(told, name) for name in LayerTicks.__struct_fields__})
 
 
+def _any_placement(schedule: Schedule) -> Bound:
+    """A bound for all placements, where layers cost at least what the file tells; 0 where it does not."""
+    told, times = schedule.times.of_layers, schedule.times
+    if not told:
+        return Bound(0, Scope.PLACEMENT)
+    last = schedule.grid.depth
+    input_free = not times.backward_input[0] and bool(times.backward_weight[0]) and any(times.backward_input[1:last])
+    bound = placement_bound(_below(schedule, told), input_free=input_free)
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)))
+
+
 def _least(schedule: Schedule, told: LayerCosts) -> Bound:
     """A bound for all layouts, where layers cost at least what the file tells."""
+    bound = least_of(_below(schedule, told))
+    beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
+    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / Fraction(*told.per_tick)) + beyond)
+
+
+def _below(schedule: Schedule, told: LayerCosts) -> Problem:
+    """The problem of layers that cost what the file tells."""
     grid, memory = schedule.grid, schedule.memory
     per_tick, per_unit = Fraction(*told.per_tick), Fraction(*told.per_unit)
     costs = _costs(told)
@@ -104,12 +124,9 @@ def _least(schedule: Schedule, told: LayerCosts) -> Bound:
         memory = msgspec.structs.replace(memory, capacity_of=others or msgspec.UNSET,
                                          capacity=tuple(math.ceil(room * per_unit) for room in memory.capacity))
     shared = schedule.scope is Scope.PLACE and all(seat.holds is None for seat in schedule.seats)
-    below = problem_of_layers(
+    return problem_of_layers(
         costs, msgspec.structs.replace(schedule.times, transfer=math.floor(schedule.times.transfer * per_tick)), memory,
         name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid,
         holds={worker: schedule.holds(worker) for worker in schedule.members}, backward=schedule.backward,
         optimizer=schedule.optimizer, question=LayoutScope(layers="fixed" if schedule.scope is Scope.PLACE else "move"),
         sharing=shared, parts=equal_parts(grid, costs) if shared else ())
-    bound = least_of(below)
-    beyond = exposed_anywhere(schedule) if schedule.overlaps else 0
-    return msgspec.structs.replace(bound, ticks=math.floor(bound.ticks / per_tick) + beyond)

@@ -14,6 +14,7 @@ from slipstream.planner.model.bounds import ticks_of_work
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import Plan, plan_only
 from slipstream.planner.recompute import Recomputation, choose_recomputation
 from slipstream.planner.search.list_scheduler import BASELINES
@@ -223,6 +224,17 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
         "recomputed_stages": None if again is None else list(again.stages),
         "quick_period": None if again is None else again.period,
         "quick_period_without_recomputation": None if again is None else again.without,
+    }
+
+
+def placement_report(found: FoundPlacement) -> dict[str, object]:
+    """What `--placement any` adds to the answer. Durations in seconds."""
+    return {
+        "placement": found.arrangement.table,
+        "own_placement_period": found.own_period,
+        "with_failures": list(found.with_failures),
+        "mean_period": found.mean_period,
+        "placements_tried": found.looked_at,
     }
 
 

@@ -368,7 +368,8 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Scope(StrEnum):
-    """From the narrowest question to the widest: what is proven of a wider one holds of a narrower one."""
+    """From the narrowest question to the widest: what is proven of a wider one holds of a narrower one. The last one is
+    wider than the first only."""
 
     OWN = "own micro-batches"
     """Workers keep their layers. A live worker runs its stages of all micro-batches of its pipeline, and of no others
@@ -381,9 +382,14 @@ class Scope(StrEnum):
     """So many failures, whichever roles are left vacant: live workers may take over others. Slow ones keep theirs."""
     LAYERS = "any layers"
     """Any live worker may hold any layers."""
+    PLACEMENT = "any placement"
+    """Of whole pipelines, each of which runs its own micro-batches: its workers may hold any virtual stages, and
+    compute activations again."""
 
     def holds_for(self, narrower: "Scope") -> bool:
         """Whether what is proven for this question is proven for another one."""
+        if Scope.PLACEMENT in (self, narrower):
+            return narrower in (self, Scope.OWN)
         return _WIDTH[narrower] <= _WIDTH[self]
 
     @property
@@ -395,7 +401,8 @@ class Scope(StrEnum):
 _WIDTH = {scope: width for width, scope in enumerate(Scope)}
 _WORDS = {Scope.OWN: "with layers and micro-batches in place",
           Scope.STAGES: "with whole stages in place", Scope.PLACE: "with layers in place",
-          Scope.ROLES: "whoever plays which role", Scope.LAYERS: "wherever layers are"}
+          Scope.ROLES: "whoever plays which role", Scope.LAYERS: "wherever layers are",
+          Scope.PLACEMENT: "whatever the placement"}
 
 
 # --- Schedules --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from slipstream.cli.shared.console import duration
 from slipstream.cli.shared.role_changes import role_change_lines
 from slipstream.cli.shared.schedule_summary import bubble_share, busy_shares
 from slipstream.planner.job.file import Job
+from slipstream.planner.placement import FoundPlacement
 from slipstream.planner.plan import FaultFree, Plan
 from slipstream.planner.recompute import Recomputation
 from slipstream.planner.report import MORE_MEMORY, Alternative, Transition, pays_after_iterations
@@ -73,6 +74,21 @@ def rank_lines(job: Job) -> list[str]:
         return []
     return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
             "all-reduces are from rank to rank, all ranks at the same time"]
+
+
+def placement_lines(found: FoundPlacement | None) -> list[str]:
+    """Which pipeline was found, what the job's own would have had, and what failures cost, where that was asked for."""
+    if found is None:
+        return []
+    own = "has no plan" if found.own_period is None else f"has {duration(found.own_period)}"
+    lines = [f"placement: {found.arrangement.words}, the best of {found.looked_at} placements and divisions; the job "
+             f"file's own {own}",
+             *(f"  {key} = {value!r}".replace("'", '"') for key, value in found.arrangement.table.items())]
+    if found.with_failures:
+        periods = ", ".join(f"{count} down {duration(period)}" for count, period in enumerate(found.with_failures, 1))
+        lines.append(f"with roles vacant: {periods}; {duration(found.mean_period)} is the period of the mean "
+                     "throughput")
+    return lines
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:

@@ -2,23 +2,25 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
 import msgspec
+import typer
 
 from slipstream.cli.shared.console import answer_no, err, refuse
 from slipstream.cli.shared.inputs import require_choice
 from slipstream.planner.budget import Clock, ProgressCallback
 from slipstream.planner.compiled import ready
-from slipstream.planner.job.file import Job, JobError
+from slipstream.planner.job.file import Job, JobError, read_job_text
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
+from slipstream.planner.placement import FoundPlacement, find_placement
 from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
@@ -81,6 +83,25 @@ def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
         except ExecutorError as error:
             refuse(f"--executor: {error}")
         yield executor
+
+
+def find_pipeline(path: Path, settings: Sequence[str] | None, options: PlanOptions, failures: int, down: float,
+                  clock: Clock) -> FoundPlacement:
+    """The best pipeline for the job in a file, with progress on stderr.
+
+    Exits 2 where a stage has no layer, 1 where nothing fits.
+    """
+    try:
+        with planning("ends it, and nothing is written") as progress:
+            return find_placement(read_job_text(path, settings or ()), options, failures=failures, down=down,
+                                  progress=progress, clock=clock)
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing was written", style="yellow")
+        raise typer.Exit(130) from None
+    except JobError as error:
+        refuse(f"{path}: {error}")
+    except NoPlanError as error:
+        answer_no(error)
 
 
 def compile_planner() -> None:

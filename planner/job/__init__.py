@@ -6,6 +6,7 @@
     model_shape       what each layer of a model does and holds, by formulas
     model_config      the layers of a model by its config.json
     estimate          stage times and memory from a model's layers and a GPU's data sheet
+    arrangement       the same layers in other virtual stages, as another job file
     profiler_trace    stage times from Chrome traces
     presets/          job files to start from
 """

@@ -364,6 +364,11 @@ _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 ORDERS = (*_ORDERED, "bidirectional")
 
 
+def placement_columns(order: str, stages: int, chunks: int) -> tuple[int, ...]:
+    """The column of each virtual stage of a chain; of a bidirectional placement, those of the first chain."""
+    return _ORDERED["linear" if order == "bidirectional" else order](stages, chunks)
+
+
 def placement_table(job: Job) -> dict[str, Any]:
     """The `[placement]` table of a job; empty where it has the defaults."""
     table: dict[str, Any] = {}

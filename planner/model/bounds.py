@@ -461,6 +461,61 @@ def any_layers_bound(problem: Problem) -> int:
     return bisect_left(range(4 * problem.ample_ticks), True, key=enough)
 
 
+def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
+    """A bound for all placements of whole pipelines: work, and how long memory is taken.
+
+    `input_free`: the first stage leaves all of its backward to W, whichever layers it has.
+    """
+    found = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
+                  "the work of all layers, shared by a pipeline's workers")
+    held = Bound(held_bound(problem, input_free=input_free), Scope.PLACEMENT,
+                 "how long the activations of all layers are held, in the memory of all workers")
+    return found | held
+
+
+def held_bound(problem: Problem, *, input_free: bool) -> int:
+    """What memory allows at least, wherever virtual stages are.
+
+    From the start of its F of a micro-batch until the end of its I, a layer's activation is on some worker, and in
+    between are the F and the I of all layers behind it. After that its stash is there while its W runs. All that lies
+    in the windows of workers, which a period T, less the reductions and the step of a layer at least, C, allows:
+
+        (T - C) x room of all workers >= micro-batches x sum over layers of (activation x (F and I from it on)
+                                                                             + stash x W).
+
+    A pipeline holds the weights of each layer at least once. Where the first stage has no I, that of its layers does
+    not count, however many they are: the least of all numbers holds, for which a worker has the work of some of them.
+    """
+    costs, grid = problem.costs, problem.grid
+    if problem.memory is None or not any(costs.activation):
+        return 0
+    room = sum(one.room for one in problem.workers.values()) - grid.pipelines * sum(costs.weights)
+    if room <= 0:
+        return 0
+    fused = problem.backward == "fused"
+    back = costs.backward_input if not fused else tuple(map(sum, zip(
+        costs.backward_input, costs.backward_weight, strict=True)))
+    behind = _sums_behind(costs.forward)
+    stashed = 0 if fused else sum(stash * weight for stash, weight in zip(
+        costs.weight_stash, costs.backward_weight, strict=True))
+    total, slow = grid.total_microbatches, min(1000, problem.least_slowness)
+    least = None
+    work = list(accumulate(costs.work, initial=0))
+    for first in range(1, grid.layer_count + 1) if input_free and not fused else (0,):
+        # Each of the first stage's layers has a worker of every pipeline; with two directions, two share them.
+        alone = work[first] * min(grid.microbatches) * slow // 2000
+        after = _sums_behind(tuple(0 if layer < first else ticks for layer, ticks in enumerate(back)))
+        held = sum(activation * (behind[layer] + after[layer]) for layer, activation in enumerate(costs.activation))
+        ticks = max(alone, -(-total * (held + stashed) * slow // (1000 * room)))
+        least = ticks if least is None else min(least, ticks)
+    return min(costs.closing) + (least or 0)
+
+
+def _sums_behind(values: Sequence[int]) -> list[int]:
+    """[layer] the sum of its value and of those of all layers behind it."""
+    return list(accumulate(reversed(values)))[::-1]
+
+
 def fixed_bound(problem: Problem) -> int:
     """A bound for the present holdings.
 

@@ -284,3 +284,46 @@ def test_interrupting_keeps_the_best_plan(tmp_path):
     answer = json.loads(stdout)
     assert process.returncode == 0 and b"Traceback" not in stderr and answer["interrupted"] is True
     assert answer["solve_seconds"] < 90 and check(read(tmp_path / "s.json")) == []
+
+
+UNLIKE = JOB + "[placement]\nlayers = 2\n[layers]\n" + "".join(
+    f"{key} = [1, 1, 1, 1, 1, 1, 1, 3]\n" for key in ("forward", "backward_input", "backward_weight"))
+
+
+@pytest.fixture
+def unlike(tmp_path):
+    path = tmp_path / "unlike.toml"
+    path.write_text(UNLIKE.replace("forward = 1\n", "forward = [2, 2, 2, 4]\n", 1))
+    return path
+
+
+def test_the_pipeline_that_is_found_is_a_job_file(unlike, tmp_path):
+    result = slipstream("plan", unlike, "--placement", "any", "--steps", "20000", "--job-out", tmp_path / "best.toml",
+                        "--out", tmp_path / "best.json", "--for-failures", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "whatever the placement" in result.stdout and "layers = [" in result.stdout and "1 down" in result.stdout
+    schedule = read(tmp_path / "best.json")
+    assert check(schedule) == [] and schedule.bound_scope == "any placement"
+    assert slipstream("check", "--bound", tmp_path / "best.json").exit_code == 0
+    again = slipstream("plan", tmp_path / "best.toml", "--steps", "20000", "--out", tmp_path / "again.json")
+    assert again.exit_code == 0 and read(tmp_path / "again.json").grid == schedule.grid
+
+
+def test_the_answer_of_a_pipeline_in_json(unlike):
+    answer = json.loads(slipstream("plan", unlike, "--placement", "any", "--steps", "20000", "--json").stdout)
+    assert answer["bound_scope"] == "any placement" and answer["mean_period"] == answer["period"]
+    assert answer["own_placement_period"] >= answer["period"] and answer["with_failures"] == []
+    assert sum(answer["placement"]["layers"]) == 8 and answer["placements_tried"] > 1
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--placement", "all"], "--placement all: expected given or any"),
+    (["--for-failures", "2"], "--for-failures: only with --placement any"),
+    (["--job-out", "x.toml"], "--job-out: only with --placement any"),
+    (["--placement", "any", "--failed", "1.2"], "--failed comes later"),
+    (["--placement", "any", "--normalise"], "not with --normalise"),
+    (["--placement", "any", "--layers", "move"], "not with --layers move"),
+    (["--placement", "any", "--method", "1f1b"], "not with --method 1f1b")])
+def test_options_that_a_search_for_a_pipeline_has_not(unlike, options, says):
+    result = slipstream("plan", unlike, *options)
+    assert result.exit_code == 2 and says in result.stderr, result.stderr

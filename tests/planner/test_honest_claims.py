@@ -40,7 +40,9 @@ def test_bounds_of_different_questions_are_not_combined():
     assert (one | Bound(5, Scope.STAGES)).ticks == 5
     with pytest.raises(AssertionError, match="not comparable"):
         one | other
-    assert all(wide.holds_for(narrow) for narrow, wide in pairwise(Scope))
+    assert all(wide.holds_for(narrow) for narrow, wide in pairwise(one for one in Scope if one is not Scope.PLACEMENT))
+    assert [one for one in Scope if Scope.PLACEMENT.holds_for(one)] == [Scope.OWN, Scope.PLACEMENT]
+    assert not any(one.holds_for(Scope.PLACEMENT) for one in Scope if one is not Scope.PLACEMENT)
 
 
 @pytest.mark.parametrize(("method", "scope"), [("cp-sat", Scope.LAYERS), ("greedy", Scope.LAYERS),

@@ -1,0 +1,253 @@
+"""Ours beside the pipelines of others on models whose layers are unlike, each with its best division of the layers.
+
+Other pipelines run the order that is published for them; ours is `planner.placement`. All have the same memory: no
+worker may hold more than the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration lasts
+from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import geometric_mean, mean
+
+import msgspec
+
+from slipstream.cli.fleet import Figure, Series
+from slipstream.cli.pipelines import published_orders
+from slipstream.cli.pipelines.measured_layers import BYTES_HELD, KEYS, MODELS, MeasuredModel, job_of
+from slipstream.cli.pipelines.published_orders import Orders, StageCosts
+from slipstream.planner.budget import CountCallback
+from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.file import Job, parse_job
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import FoundPlacement, StageLoads, find_placement
+from slipstream.planner.plan import plan_only
+from slipstream.schedules.schedule import OptimizerMode, Worker
+
+PLAN_SECONDS = 3.0
+"""Of counted steps for each search."""
+DIVISIONS = 200
+"""That are tried for a pipeline of others."""
+CHUNKS = (2, 3, 4)
+"""Virtual stages a worker of interleaved 1F1B."""
+PIPELINES, DEAD_PIPELINE = 4, 1
+OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
+"""By model: workers, micro-batches, and seconds of 1F1B and of the plan that AdaPtis' authors found, in the README of
+their simulator."""
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One of others."""
+
+    name: str
+    order: str
+    """As `[placement] order`."""
+    chunks: int = 1
+    made: Callable[[int, int, int], Orders]
+    """Of workers, micro-batches and virtual stages a worker."""
+
+
+OTHERS = (
+    Pipeline(name="1F1B", order="linear", made=lambda workers, count, _: published_orders.one_f_one_b(workers, count)),
+    *(Pipeline(name="interleaved 1F1B", order="interleaved", chunks=chunks, made=published_orders.interleaved)
+      for chunks in CHUNKS),
+    Pipeline(name="ZB-H1", order="linear",
+             made=lambda workers, count, _: published_orders.zero_bubble_h1(workers, count)),
+    Pipeline(name="ZB-V", order="v", chunks=2,
+             made=lambda workers, count, _: published_orders.zero_bubble_v(workers, count)),
+    Pipeline(name="DualPipe", order="bidirectional",
+             made=lambda workers, count, _: published_orders.dual_pipe(workers, count)),
+)
+NAMES = tuple(dict.fromkeys(one.name for one in OTHERS))
+
+
+class Division(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline of others with a division of the layers."""
+
+    arrangement: Arrangement
+    seconds: float
+    held: float
+    """Megabytes on the fullest worker, weights included."""
+
+
+class Bench:
+    """One model, and what is computed of it."""
+
+    def __init__(self, model: MeasuredModel) -> None:
+        self.model, self.workers, self.microbatches = model, model.workers, 2 * model.workers
+        self._sums = {key: [0.0] for key in KEYS}
+        for key, sums in self._sums.items():
+            for value in model.by_layer(key):
+                sums.append(sums[-1] + value)
+        self.layers = len(model.kinds)
+        self._loads = StageLoads(MovableLayers(job_of(model, self.uniform(self.workers), self.microbatches, 1, None)))
+        interleaved = [self._measured(one, self.uniform(self.workers * one.chunks))
+                       for one in OTHERS if one.name == "interleaved 1F1B" and self.layers >= self.workers * one.chunks]
+        self.room = min((one for one in interleaved if one), key=lambda one: one.seconds).held
+
+    def uniform(self, stages: int) -> tuple[int, ...]:
+        """As many layers between E and L in each stage as can be, the first ones one more; E and L with their ends."""
+        inner = self.layers - 2
+        counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
+        return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
+
+    def best(self, name: str, *, divided: bool) -> Division | None:
+        """The best division of a pipeline of others; not `divided`: uniform. None where none has room."""
+        found = []
+        for one in OTHERS:
+            if one.name == name and self.layers >= self.workers * one.chunks:
+                uniform = self._measured(one, self.uniform(self.workers * one.chunks))
+                found += [uniform, *([self._searched(one, uniform)] if divided else [])]
+        fitting = [one for one in found if one and one.held <= self.room * (1 + 1e-9)]
+        return min(fitting, key=lambda one: one.seconds, default=None)
+
+    def _measured(self, one: Pipeline, counts: Sequence[int]) -> Division | None:
+        """A pipeline with a division; None where its ops would wait for each other."""
+        arrangement = Arrangement(order=one.order, chunks=one.chunks, counts=tuple(counts))
+        edges = [0, *arrangement.ends]
+        both = arrangement.chains
+        stages = {key: [sums[end] - sums[first] for first, end in pairwise(edges)] * both
+                  for key, sums in self._sums.items()}
+        weights = [0.0] * self.workers
+        columns = arrangement.columns(self.workers)
+        columns = (*columns, *columns[::-1]) if both > 1 else columns
+        for stage, column in enumerate(columns):
+            weights[column] += stages["weights"][stage]
+        ran = published_orders.run(one.made(self.workers, self.microbatches, one.chunks), StageCosts(
+            forward=stages["forward"], backward_input=stages["backward_input"],
+            backward_weight=stages["backward_weight"], activation=stages["activation"],
+            weight_stash=stages["weight_stash"], depth=len(counts)))
+        if ran is None:
+            return None
+        return Division(arrangement=arrangement, seconds=ran.end,
+                        held=max(weight + peak for weight, peak in zip(weights, ran.peaks, strict=True)))
+
+    def _searched(self, one: Pipeline, uniform: Division | None) -> Division | None:
+        """The best of divisions that differ little from the one whose busiest worker has least to do."""
+        chance = random.Random(0)
+
+        def rank(division: Division | None) -> tuple[float, float]:
+            """What fits before what does not, then the shorter."""
+            return (max(0.0, division.held - self.room * (1 + 1e-9)), division.seconds) if division else (1e18, 0.0)
+
+        starts = [uniform, self._measured(one, self._loads.balanced(one.order, one.chunks).counts)]
+        best = min(starts, key=rank)
+        for _ in range(DIVISIONS):
+            if best is None:
+                return None
+            counts = list(best.arrangement.counts)
+            giving = chance.choice([stage for stage, count in enumerate(counts) if count > 1])
+            taking = chance.choice([stage for stage in range(max(0, giving - 2), min(len(counts), giving + 3))
+                                    if stage != giving])
+            counts[giving] -= 1
+            counts[taking] += 1
+            best = min(best, self._measured(one, counts), key=rank)
+        return best
+
+    def job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
+        """The job of an arrangement."""
+        text = job_of(self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room)
+        return parse_job(MovableLayers(text).text(arrangement))
+
+    def ours(self, optimizer: OptimizerMode) -> FoundPlacement:
+        """What `planner.placement` finds."""
+        text = job_of(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
+        return find_placement(text, _options(optimizer))
+
+    def one_dead(self, arrangement: Arrangement) -> float | None:
+        """The share of the throughput that is lost at once when one of the workers of four pipelines is dead, each
+        with the order that our planner finds; None where there is no plan."""
+        job = self.job(arrangement, PIPELINES)
+        try:
+            whole, broken = (plan_only(_options("synchronous", greedy=True), job, dead).period
+                             for dead in ((), (Worker(DEAD_PIPELINE, self.workers // 2),)))
+        except NoPlanError:
+            return None
+        return 1 - whole / broken
+
+
+def _options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
+    return PlanOptions(optimizer=optimizer, method="greedy" if greedy else "cp-sat", steps=0).within(PLAN_SECONDS)
+
+
+def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = MODELS) -> Figure:
+    """Milliseconds of an iteration of each pipeline, uniform and divided, and of ours."""
+    rows: list[tuple[str | float | None, ...]] = []
+    over_interleaved, over_others, staggered_over, lost_ours, lost_others = [], [], [], [], []
+    findings: dict[str, float] = {}
+    series: dict[str, list[float | None]] = {name: [] for name in (*NAMES, "ours")}
+    for done, model in enumerate(models, 1):
+        bench = Bench(model)
+        uniform = {name: bench.best(name, divided=False) for name in NAMES}
+        divided = {name: bench.best(name, divided=True) for name in NAMES}
+        ours, staggered = bench.ours("synchronous"), bench.ours("staggered")
+        schedule = ours.plan.schedule
+        best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
+        base = uniform["interleaved 1F1B"]
+        assert base is not None, "its own memory is the room"
+        over_interleaved.append(base.seconds / ours.plan.period)
+        over_others.append(best.seconds / ours.plan.period)
+        staggered_over.append(base.seconds / staggered.plan.period)
+        dead = bench.one_dead(ours.arrangement)
+        others = bench.one_dead(best.arrangement)
+        lost_ours += [] if dead is None else [dead]
+        lost_others += [] if others is None else [others]
+        rows.append((model.name, model.workers, *(cell for name in NAMES for cell in (
+            _milliseconds(uniform[name]), _milliseconds(divided[name]))),
+            f"{1000 * ours.plan.period:.1f}", f"{1000 * schedule.seconds(schedule.lower_bound_ticks):.1f}",
+            ours.arrangement.words, f"{over_interleaved[-1]:.2f}", f"{over_others[-1]:.3f}",
+            f"{1000 * staggered.plan.period:.1f}", _percent(dead), _percent(others)))
+        for name in NAMES:
+            found = divided[name]
+            series[name].append(None if found is None else base.seconds / found.seconds)
+        series["ours"].append(over_interleaved[-1])
+        if model.name in OCTOPIPE:
+            workers, microbatches, one_f, theirs = OCTOPIPE[model.name]
+            assert (workers, microbatches) == (bench.workers, bench.microbatches)
+            plain = uniform["1F1B"]
+            assert plain is not None
+            findings |= {f"{model.name}: 1F1B, milliseconds": 1000 * plain.seconds,
+                         f"{model.name}: 1F1B, published": 1000 * one_f,
+                         f"{model.name}: ours, milliseconds": 1000 * ours.plan.period,
+                         f"{model.name}: AdaPtis' own plan, published": 1000 * theirs}
+        progress(done, len(models))
+    findings = {
+        "over interleaved 1F1B with uniform stages, mean": mean(over_interleaved),
+        "over interleaved 1F1B with uniform stages, at most": max(over_interleaved),
+        "the same, published of AdaPtis, mean": 1.42,
+        "the same with each worker stepping by itself, mean": mean(staggered_over),
+        "over the best of all others with layers divided for it, geometric mean": geometric_mean(over_others),
+        "over the best of all others with layers divided for it, at least": min(over_others),
+        "one worker of four pipelines dead, at once, ours: throughput lost, mean": mean(lost_ours),
+        "the same in the placement of the best of all others, by our planner": mean(lost_others),
+        "the same, of all others by themselves: a replica": 1 / PIPELINES, **findings}
+    return Figure(
+        name="unlike-layers", title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
+        y_label="throughput, interleaved 1F1B with uniform stages = 1", x=tuple(model.name for model in models),
+        series=tuple(Series(name=name, values=tuple(values)) for name, values in series.items()),
+        header=("milliseconds of an iteration", "workers", *(f"{name}{how}" for name in NAMES for how in (
+            "", ", divided")), "ours", "bound", "our placement", "over interleaved", "over best", "ours, staggered",
+            "one dead", "one dead, placement of the best"),
+        rows=tuple(rows), findings=findings, assumptions=(
+            "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
+            "those of Gemma and DeepSeek, which are not published, are estimated: matrix products and attention at "
+            "half the peak of an H100",
+            "not published, and assumed: 4 workers for models of up to 20 billion parameters, else 8; twice as many "
+            "micro-batches as workers, as in the example of their simulator; transfers and steps take no time there",
+            "memory: no worker holds more than the fullest one of interleaved 1F1B with uniform stages (the best of "
+            f"{', '.join(map(str, CHUNKS))} virtual stages a worker), {BYTES_HELD} bytes a parameter included; a dash: "
+            "no division has room",
+            "orders of others as published; divided: the best of some hundred divisions, and interleaved 1F1B with the "
+            "best number of virtual stages",
+            f"each search of ours has as many counted steps as {PLAN_SECONDS:g} s of a processor have; all step "
+            "together, but in the column that says otherwise",
+            f"one dead: worker {DEAD_PIPELINE}.s of {PIPELINES} pipelines, s in the middle; every layer stays"))
+
+
+def _milliseconds(found: Division | None) -> str:
+    return "-" if found is None else f"{1000 * found.seconds:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"-{100 * share:.0f} %"

@@ -1,0 +1,436 @@
+"""Which pipeline at all: virtual stages, their workers and their layers, found together with the order in time.
+
+All that a job file can say is searched: one stage after another, interleaved, V and zig-zag with any number of virtual
+stages a worker, both directions, and any column for each virtual stage; any division of the layers. Healthy pipelines
+are alike, so that one of them decides, with at most so many micro-batches (`COMPARED_OPS`) and the busiest worker's
+work of the others:
+
+1. every placement with the division whose busiest worker has least to do, by a few list schedules;
+2. the best few of them, of different placements, are changed at random (a layer goes to the next virtual stage, two
+   virtual stages exchange workers); what is no worse is kept, by list schedules again;
+3. the best of these, and the job's own, by the whole search (successive halving);
+4. where failures are to count, each of the finalists is planned with 1, 2 ... K roles vacant (`planner.normalise`), and
+   the one with the most throughput in the mean is taken;
+5. the rest of the time plans the whole job.
+
+What cannot be better than the best known by the work of its busiest worker is not looked at.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import msgspec
+
+from slipstream.planner.budget import Budget, Clock, ProgressCallback, quiet
+from slipstream.planner.compiled import ready
+from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.file import Job, JobError, parse_job
+from slipstream.planner.job.layers import ratio
+from slipstream.planner.model.assemble import claiming
+from slipstream.planner.model.bounds import placement_bound
+from slipstream.planner.model.from_job import layered_problem, tick_of, unit_of
+from slipstream.planner.model.problem import Bound, LayoutScope, NoPlanError, Problem
+from slipstream.planner.normalise import normal_form
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.plan import Plan, plan_only
+from slipstream.planner.recompute import (
+    Recomputation,
+    choose_recomputation,
+    chooses_recomputation,
+    recomputing,
+)
+from slipstream.planner.repetition import TooLargeError
+from slipstream.planner.search.improvement import list_schedules
+from slipstream.planner.search.incumbent import divided
+from slipstream.planner.search.list_scheduler import StuckError
+from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
+
+MOST_CHUNKS = 6
+COMPARED_OPS = 6_000
+"""Ops of the one pipeline that placements are compared by, at most."""
+SEEDS, FINALISTS = 6, 3
+FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
+"""Shares of the time that is left: for 1. to 4. above."""
+QUICK_TRIES = 10
+"""List schedules of a placement that is compared."""
+DOWN = 0.01
+"""The share of workers that are down in the mean, for `failures`."""
+FIRST_AGAIN = (0.0, 0.5, 1.0)
+"""Shares of a chain's stages that compute their activations again, from the first on, of placements that are compared.
+"""
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement that was planned for."""
+
+    arrangement: Arrangement
+    job: Job
+    period: float
+    """Seconds, all alive; of one pipeline, until the whole is planned."""
+    again: tuple[int, ...] = ()
+    """Stages that compute their activations again."""
+    with_failures: tuple[float, ...] = ()
+    """Seconds, with 1, 2 ... roles vacant."""
+
+    def mean_period(self, weights: Sequence[float]) -> float:
+        """The period of the mean throughput, each number of failures as often as its weight says."""
+        periods = (self.period, *self.with_failures)
+        used = weights[:len(periods)]
+        return sum(used) / sum(weight / period for weight, period in zip(used, periods, strict=True))
+
+
+class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: a job file, and the schedule of its job."""
+
+    text: str
+    """The job file."""
+    job: Job
+    arrangement: Arrangement
+    plan: Plan
+    """All alive. Its bound holds for all placements, where that can be proven."""
+    recomputation: Recomputation | None
+    own_period: float | None
+    """Seconds, of the best plan that was found of the job's own placement; None where it has none."""
+    with_failures: tuple[float, ...]
+    """Seconds, with 1, 2 ... roles vacant, where failures count."""
+    mean_period: float
+    """Seconds, the period of the mean throughput over numbers of failures; without failures, that of the plan."""
+    looked_at: int
+    """Placements and divisions."""
+
+
+def find_placement(text: str, options: PlanOptions, *, failures: int = 0, down: float = DOWN,
+                   progress: ProgressCallback = quiet, clock: Clock | None = None) -> FoundPlacement:
+    """The best pipeline for a job, in about as much time as a plan.
+
+    `text`: a job file that extends no other. `failures`: up to so many count, where `down` of the workers are down in
+    the mean. Raises JobError where the file is wrong or a stage has no layer, NoPlanError where nothing fits.
+    """
+    return _Search(MovableLayers(text), options, failures, down, progress, clock or options.clock()).found()
+
+
+def failure_weights(workers: int, failures: int, down: float) -> list[float]:
+    """How often 0, 1 ... of so many workers are down at once, each by itself for this share of the time."""
+    return [math.exp(math.lgamma(workers + 1) - math.lgamma(count + 1) - math.lgamma(workers - count + 1)
+                     + count * math.log(down) + (workers - count) * math.log1p(-down))
+            for count in range(min(failures, workers) + 1)]
+
+
+# --- The bound --------------------------------------------------------------------------------------------------------
+
+
+def question_of(layers: MovableLayers, options: PlanOptions) -> Problem:
+    """The layers of a job, which cost no more than in any placement."""
+    job = layers.job
+    own = options.problem(job)
+    below = layered_problem(job, (), LayoutScope(layers="move"), backward=own.backward, optimizer=own.optimizer,
+                            down=True)
+    costs = below.costs
+    if job.network.overlap:  # reductions may go on beside all compute
+        costs = msgspec.structs.replace(costs, all_reduce=(0,) * layers.layers)
+    if chooses_recomputation(job) and any(layers.costs.recomputed):
+        unit = unit_of(job, layers.costs)
+        least = tuple(min(one, math.floor(other / unit)) for one, other in zip(
+            costs.activation, layers.costs.recomputed, strict=True))
+        stash = costs.weight_stash
+        if layers.input_free:  # a first stage that leaves its backward to W may hold as little until then
+            stash = tuple(map(min, stash, least))
+        costs = msgspec.structs.replace(costs, activation=least, weight_stash=stash)
+    inputs, weights = layers.least_in_ticks(tick_of(job, layers.costs))
+    return msgspec.structs.replace(below, costs=msgspec.structs.replace(costs, backward_input=inputs,
+                                                                        backward_weight=weights))
+
+
+def bound_of(layers: MovableLayers, options: PlanOptions) -> tuple[Bound, Problem]:
+    """What no placement's plan can be shorter than, in ticks of the question's problem."""
+    below = question_of(layers, options)
+    return placement_bound(below, input_free=layers.input_free), below
+
+
+def _claimed(schedule: Schedule, layers: MovableLayers, options: PlanOptions) -> Schedule:
+    """The schedule with the bound of all placements; with its own where pipelines are not whole and alike."""
+    if schedule.scope is not Scope.OWN or schedule.overlaps:
+        return schedule
+    bound, below = bound_of(layers, options)
+    per_tick = ratio(schedule.tick_seconds, below.tick_seconds)
+    per_unit = ratio(schedule.memory.unit, below.memory.unit) if schedule.memory and below.memory else ratio(1, 1)
+    told = LayerCosts(per_tick=per_tick.as_integer_ratio(), per_unit=per_unit.as_integer_ratio(),
+                      **msgspec.structs.asdict(below.costs))
+    times = msgspec.structs.replace(schedule.times, of_layers=told)
+    return claiming(msgspec.structs.replace(schedule, times=times), bound, below.tick_seconds)
+
+
+# --- Placements, and divisions of the layers --------------------------------------------------------------------------
+
+
+def placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
+    """Those of the literature, as (order, virtual stages a worker)."""
+    yield "linear", 1
+    for chunks in range(2, min(MOST_CHUNKS, layers // stages) + 1):
+        yield "interleaved", chunks
+        if stages > 1:
+            yield "v", chunks
+    if stages > 1 and not stages % 2:
+        yield "bidirectional", 1
+
+
+class StageLoads:
+    """What the workers of a pipeline have to do for a micro-batch, in seconds, by placement and division."""
+
+    def __init__(self, layers: MovableLayers) -> None:
+        self._stages = layers.job.stages
+        self.before = [0.0]
+        for layer in range(layers.layers):
+            self.before.append(self.before[-1] + float(layers.work(layer)))
+        self.count = layers.layers
+
+    def columns(self, arrangement: Arrangement) -> list[float]:
+        """The mean of each column's worker for a micro-batch."""
+        found = [0.0] * self._stages
+        for (first, end), column in zip(pairwise([0, *arrangement.ends]), arrangement.columns(self._stages),
+                                        strict=True):
+            work = self.before[end] - self.before[first]
+            found[column] += work / arrangement.chains
+            if arrangement.chains > 1:
+                found[self._stages - 1 - column] += work / 2
+        return found
+
+    def rank(self, arrangement: Arrangement) -> tuple[float, float]:
+        """The less the better: the busiest worker, then how uneven the virtual stages are."""
+        edges = [0, *arrangement.ends]
+        columns = self.columns(arrangement)
+        return max(columns), sum(load * load for load in columns) + sum(
+            (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
+
+    def balanced(self, order: str, chunks: int) -> Arrangement:
+        """The division of a placement in which the busiest worker has least to do, as far as moves of one layer tell.
+        """
+        virtual = self._stages * chunks
+        total, ends = self.before[-1], [0]
+        for stage in range(1, virtual):
+            low, high = ends[-1] + 1, self.count - virtual + stage
+            ends.append(min(range(low, high + 1), key=lambda end: abs(self.before[end] - total * stage / virtual)))
+        edges = [*ends, self.count]
+        best = Arrangement(order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges)))
+        for _ in range(8 * virtual):
+            better = min((self.rank(one), one.counts, one) for one in [best, *neighbours(best)])
+            if better[2] is best or better[0] >= self.rank(best):
+                break
+            best = better[2]
+        return best
+
+
+def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
+    """With one layer more in a virtual stage, and one less in the next one or the one before, or further away."""
+    counts = arrangement.counts
+    for stage, count in enumerate(counts):
+        for other in range(max(0, stage - 4), min(len(counts), stage + 5)):
+            if other != stage and count > 1:
+                changed = list(counts)
+                changed[stage], changed[other] = count - 1, changed[other] + 1
+                yield msgspec.structs.replace(arrangement, counts=tuple(changed))
+
+
+def _changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: random.Random) -> Arrangement | None:
+    """At random, by one or two steps: a layer in another virtual stage, or two virtual stages on each other's workers.
+    """
+    for _ in range(chance.choice((1, 1, 2))):
+        if arrangement.chunks > 1 and chance.random() < 0.15:
+            columns = list(arrangement.columns(stages))
+            one, other = chance.sample(range(len(columns)), 2)
+            columns[one], columns[other] = columns[other], columns[one]
+            arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
+            continue
+        counts = list(arrangement.counts)
+        giving = [stage for stage, count in enumerate(counts) if count > 1]
+        if not giving or len(counts) < 2:
+            return None
+        busy = loads.columns(arrangement)
+        columns = list(arrangement.columns(stages))
+        stage = max(chance.sample(giving, min(2, len(giving))), key=lambda place: busy[columns[place]]) \
+            if chance.random() < 0.5 else chance.choice(giving)
+        other = chance.choice([place for place in range(max(0, stage - 2), min(len(counts), stage + 3))
+                               if place != stage])
+        counts[stage] -= 1
+        counts[other] += 1
+        arrangement = msgspec.structs.replace(arrangement, counts=tuple(counts))
+    return arrangement
+
+
+# --- The search -------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """One search for a job's pipeline."""
+
+    def __init__(self, layers: MovableLayers, options: PlanOptions, failures: int, down: float,
+                 progress: ProgressCallback, clock: Clock) -> None:
+        self._layers, self._options, self._clock, self._progress = layers, options, clock, progress
+        self._loads = StageLoads(layers)
+        self._weights = failure_weights(layers.job.pipelines * layers.job.stages, failures, down)
+        self._failures = failures
+        self._deadline = clock.now() + options.seconds
+        self._tried: dict[Arrangement, Tried | None] = {}
+        self._again, self._shortest = chooses_recomputation(layers.job), math.inf
+
+    def found(self) -> FoundPlacement:
+        """The best of all. Raises NoPlanError where nothing fits."""
+        ready(self._progress)
+        own = self._layers.given
+        self._look_at_all(own, self._budget(FIRST_SHARE))
+        self._change(self._budget(CHANGES_SHARE))
+        known = sorted((one for one in self._tried.values() if one), key=lambda one: one.period)
+        if not known:
+            raise NoPlanError("no placement of the layers over the workers has room for the micro-batches in flight")
+        finalists = known[:FINALISTS] + [one for one in known[FINALISTS:] if one.arrangement == own]
+        if self._options.method == "cp-sat":
+            finalists = self._finalists(finalists)
+        if self._failures:
+            finalists = self._with_failures(finalists)
+        best = min(finalists, key=lambda one: one.mean_period(self._weights))
+        return self._planned(best, next((one for one in finalists if one.arrangement == own), None))
+
+    @property
+    def _seconds(self) -> float:
+        return self._deadline - self._clock.now()
+
+    def _budget(self, share: float) -> Budget:
+        return Budget(deadline=self._clock.now() + share * self._seconds, clock=self._clock, seed=self._options.seed)
+
+    # --- Quickly ---
+
+    def _look_at_all(self, own: Arrangement, budget: Budget) -> None:
+        """Every placement with its balanced division; the job's own first."""
+        stages = self._layers.job.stages
+        self._try(own)
+        candidates = [self._loads.balanced(order, chunks) for order, chunks in placements(stages, self._layers.layers)]
+        for number, arrangement in enumerate(sorted(candidates, key=self._loads.rank)):
+            if budget.seconds <= 0 and number >= 3:
+                return
+            self._try(arrangement)
+
+    def _change(self, budget: Budget) -> None:
+        """Random changes of the best of each placement, the more promising the more often."""
+        chance = random.Random(self._options.seed)
+        starts = sorted((one for one in self._tried.values() if one), key=lambda one: one.period)[:SEEDS]
+        fewer = [count for count in (SEEDS, SEEDS // 2, 1) if count <= len(starts)] or [1]
+        for number, count in enumerate(fewer):
+            starts = sorted(starts, key=lambda one: one.period)[:count]
+            turn = budget.share(1 / (len(fewer) - number))
+            for index, at in enumerate(starts):
+                starts[index] = self._walk(at, turn.share(1 / (len(starts) - index)), chance)
+
+    def _walk(self, at: Tried, budget: Budget, chance: random.Random) -> Tried:
+        vain = 0
+        while budget.seconds > 0 and vain < 200:
+            changed = _changed(at.arrangement, self._layers.job.stages, self._loads, chance)
+            vain += 1
+            if changed is None:
+                break
+            if changed in self._tried:
+                continue
+            one = self._try(changed, at.period)
+            if one is not None and one.period <= at.period:
+                vain = 0 if one.period < at.period else vain
+                at = one
+        return at
+
+    def _try(self, arrangement: Arrangement, shortest: float = math.inf) -> Tried | None:
+        """By a few list schedules of one pipeline; None where it does not fit, or cannot be shorter."""
+        if arrangement in self._tried:
+            return self._tried[arrangement]
+        found = None
+        most = max(self._layers.job.microbatches)
+        if max(self._loads.columns(arrangement)) * most < shortest:
+            with suppress(JobError, NoPlanError, TooLargeError):
+                found = self._quick(arrangement, most)
+        self._tried[arrangement] = found
+        if found is not None and found.period < self._shortest:
+            self._shortest = found.period
+            self._progress(f"{arrangement.words}: about {found.period:g} s")
+        return found
+
+    def _quick(self, arrangement: Arrangement, most: int) -> Tried | None:
+        job = parse_job(self._layers.text(arrangement))
+        fewer = min(most, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))
+        fewer += (most - fewer) % job.chains
+        left = (most - fewer) * max(self._loads.columns(arrangement))
+        best: tuple[float, tuple[int, ...]] | None = None
+        for share in FIRST_AGAIN if self._again else (0.0,):
+            stages = tuple(range(round(share * job.depth)))
+            period = self._list_period(_one_pipeline(recomputing(job, stages), fewer))
+            if period is not None and (best is None or period + left < best[0]):
+                best = period + left, stages
+        return None if best is None else Tried(arrangement=arrangement, job=job, period=best[0], again=best[1])
+
+    def _list_period(self, job: Job) -> float | None:
+        """Seconds, of a few list schedules; None where they get stuck or nothing fits."""
+        with suppress(NoPlanError, StuckError):
+            problem = self._options.problem(job)
+            known = divided(problem, Bound(0, problem.scope))
+            # A list schedule and the making of it; annealing is for the finalists.
+            seconds = QUICK_TRIES * 2.5e-6 * (200 + 0.3 * problem.operations)
+            budget = Budget(deadline=self._clock.now() + seconds, clock=self._clock, seed=self._options.seed)
+            return list_schedules(known, budget, self._options.params.lists, 0).seconds
+        return None
+
+    # --- In earnest ---
+
+    def _finalists(self, some: Sequence[Tried]) -> list[Tried]:
+        """By the whole search, of one pipeline with all its micro-batches."""
+        budget = self._budget(FINAL_SHARE)
+        found = []
+        for number, one in enumerate(some):
+            seconds = max(0.01, budget.seconds / (len(some) - number))
+            with suppress(NoPlanError, TooLargeError):
+                job = _one_pipeline(recomputing(one.job, one.again), max(one.job.microbatches))
+                made = plan_only(self._options.within(seconds), job, (), self._clock)
+                found.append(msgspec.structs.replace(one, period=made.period))
+                self._progress(f"{one.arrangement.words}: period {made.period:g} s")
+        return found or list(some)
+
+    def _with_failures(self, some: Sequence[Tried]) -> list[Tried]:
+        """Each with 1, 2 ... roles vacant, as many as it can lose."""
+        budget = self._budget(FAILURES_SHARE)
+        quick = self._options.comparing
+        found = []
+        for number, one in enumerate(some):
+            periods: list[float] = []
+            share = budget.seconds / (len(some) - number) / self._failures
+            with suppress(NoPlanError, TooLargeError):
+                for count in range(1, self._failures + 1):
+                    made = normal_form(recomputing(one.job, one.again), count, quick.within(max(0.01, share)),
+                                       clock=self._clock)
+                    periods.append(max(made.period, *periods) if periods else made.period)
+            found.append(msgspec.structs.replace(one, with_failures=tuple(periods)))
+        most = max(len(one.with_failures) for one in found)
+        return [one for one in found if len(one.with_failures) == most]
+
+    def _planned(self, best: Tried, own: Tried | None) -> FoundPlacement:
+        """The whole job's plan, in the rest of the time."""
+        arrangement = best.arrangement
+        text = self._layers.text(arrangement, [f"Placement found by `slipstream plan --placement any`: "
+                                               f"{arrangement.words}."])
+        job, again = best.job, None
+        left = max(0.01, self._seconds)
+        if self._again:
+            again = choose_recomputation(job, self._options.within(left), self._clock)
+            job = again.job
+        plan = plan_only(self._options.within(max(0.01, self._seconds)), job, (), self._clock)
+        schedule = _claimed(plan.schedule, MovableLayers(text), self._options)
+        plan = msgspec.structs.replace(plan, schedule=schedule)
+        final = msgspec.structs.replace(best, period=plan.period)
+        return FoundPlacement(
+            text=text, job=job, arrangement=arrangement, plan=plan, recomputation=again,
+            own_period=None if own is None else own.period, with_failures=best.with_failures,
+            mean_period=final.mean_period(self._weights), looked_at=sum(map(bool, self._tried.values())))
+
+
+def _one_pipeline(job: Job, microbatches: int) -> Job:
+    """A healthy pipeline of a job."""
+    memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
+    return msgspec.structs.replace(job, pipelines=1, microbatches=(microbatches,), nodes=(), memory=memory,
+                                   time=msgspec.structs.replace(job.time, slow=()))
