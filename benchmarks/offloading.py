@@ -1,0 +1,142 @@
+"""What offloading of activations to host memory could gain at most.
+
+    python -m benchmarks.offloading [--steps N] [--bandwidth BYTES] [--json]
+
+The host link of a worker carries a share of its activations, out and back, while it computes. If that share were away
+from F to I, without any time to leave and to come back, a worker would have room for so much more: such a plan is at
+least as short as one with offloading, and so is one of a placement that needs less memory (`plan --placement any`)
+beside it. GPT presets have room for as many micro-batches as a pipeline has workers (1F1B), for half and for twice as
+many; the Llama presets have what is left beside their weights.
+"""
+
+import argparse
+import json
+import tomllib
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.planner import Job, parse_job
+from slipstream.planner.job.arrangement import MovableLayers
+from slipstream.planner.job.presets import preset
+from slipstream.planner.job.toml import job_text
+from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import find_placement
+from slipstream.planner.plan import plan_only
+
+GPTS, LLAMAS = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b"), ("llama-3-8b", "llama-3-70b")
+ROOMS = (0.5, 1.0, 2.0)
+LINK = 25e9
+"""Bytes a second, each way: a PCIe 4.0 x16 link as measured by those who offload (arXiv 2503.01328 has such)."""
+
+
+class Row(NamedTuple):
+    """A job with some memory. Periods are in seconds; None: no plan."""
+
+    job: str
+    room: float | None
+    """Micro-batches on a worker, as a multiple of the workers of a pipeline."""
+    period: float | None
+    placed: float | None
+    """Of any placement with the same memory."""
+    away: float
+    """The share of activations that the link carries."""
+    offloaded: float | None
+    """With so much more room."""
+    placed_offloaded: float | None
+    """Of any placement with it."""
+
+    @property
+    def gain(self) -> float | None:
+        """What offloading gains, about at most."""
+        return None if self.period is None or self.offloaded is None else self.period / self.offloaded - 1
+
+    @property
+    def gain_over_placed(self) -> float | None:
+        """The same of the best placements."""
+        return None if self.placed is None or self.placed_offloaded is None else \
+            self.placed / min(self.placed, self.placed_offloaded) - 1
+
+
+def one_pipeline(name: str, room: float | None) -> str:
+    """The job file of one healthy pipeline of a preset. `room`: see `Row`."""
+    layers = MovableLayers(preset(name))
+    job = layers.job
+    text = layers.text(layers.given)
+    tables = tomllib.loads(text)
+    tables |= {"pipelines": 1, "microbatches": max(job.microbatches)}
+    for key in ("topology", "network", "training", "model"):
+        tables.pop(key, None)
+    if room is not None:
+        assert job.memory is not None
+        held = [max(one, other) for one, other in zip(job.memory.activation, job.memory.weight_stash, strict=True)]
+        tables["memory"]["capacity"] = [room * job.stages * max(held)] * job.stages
+    return job_text(tables, {})
+
+
+def measured(name: str, room: float | None, options: PlanOptions, bandwidth: float) -> Row:
+    """All plans of one row."""
+    text = one_pipeline(name, room)
+    job = parse_job(text)
+    assert job.memory is not None
+    work = [sum(parts) for parts in zip(job.time.forward, job.time.backward_input, job.time.backward_weight,
+                                        strict=True)]
+    away = 1 / max(1.0, *(held * job.memory.unit_bytes / job.ranks / bandwidth / seconds
+                          for held, seconds in zip(job.memory.activation, work, strict=True)))
+    tables = tomllib.loads(text)
+    kept = max(1e-3, 1 - away)
+    for key in ("activation", "weight_stash"):
+        tables["memory"][key] = [value * kept for value in tables["memory"][key]]
+    roomier = job_text(tables, {})
+    return Row(name, room, _period(job, options), _period_of_any(text, options), away,
+               _period(parse_job(roomier), options), _period_of_any(roomier, options))
+
+
+def _period(job: Job, options: PlanOptions) -> float | None:
+    try:
+        return plan_only(options, job, ()).period
+    except NoPlanError:
+        return None
+
+
+def _period_of_any(text: str, options: PlanOptions) -> float | None:
+    try:
+        return find_placement(text, options).plan.period
+    except NoPlanError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400_000)
+    parser.add_argument("--bandwidth", type=float, default=LINK)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    options = PlanOptions(steps=given.steps, method="greedy")
+    cases = [(name, room) for name in GPTS for room in ROOMS] + [(name, None) for name in LLAMAS]
+    rows = [measured(name, room, options, given.bandwidth) for name, room in cases]
+    if given.json:
+        print(json.dumps([{**row._asdict(), "gain": row.gain, "gain_over_placed": row.gain_over_placed}
+                          for row in rows]))
+        return
+    table = Table("job", "room", "link carries", "as placed", "offloaded", "gain at most", "any placement",
+                  "offloaded", "gain at most")
+    for row in rows:
+        table.add_row(row.job, "its own" if row.room is None else f"{row.room:g} x workers",
+                      f"{row.away:.0%}", _seconds(row.period), _seconds(row.offloaded), _share(row.gain),
+                      _seconds(row.placed), _seconds(row.placed_offloaded), _share(row.gain_over_placed))
+    Console(width=120).print(table)
+
+
+def _seconds(period: float | None) -> str:
+    return "-" if period is None else f"{period:.4g} s"
+
+
+def _share(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.1%}"
+
+
+if __name__ == "__main__":
+    main()
