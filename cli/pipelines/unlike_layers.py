@@ -5,9 +5,12 @@ worker may hold more than the fullest one of interleaved 1F1B with uniform stage
 from its first op to its last, as AdaPtis counts it, as if all workers stepped together.
 """
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from statistics import geometric_mean, mean
 
 import msgspec
@@ -25,13 +28,16 @@ from slipstream.planner.placement import FoundPlacement, StageLoads, find_placem
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import OptimizerMode, Worker
 
-PLAN_SECONDS = 3.0
+PLAN_SECONDS = 2.0
 """Of counted steps for each search."""
 DIVISIONS = 200
 """That are tried for a pipeline of others."""
 CHUNKS = (2, 3, 4)
 """Virtual stages a worker of interleaved 1F1B."""
 PIPELINES, DEAD_PIPELINE = 4, 1
+QUICK_SHARE = 0.25
+"""Of the steps of a search, for a plan with a dead worker."""
+SMALLER, LARGER = (tuple(model for model in MODELS if model.workers == workers) for workers in (4, 8))
 OCTOPIPE = {"nemotron-nano-v2-9b": (4, 8, 1.33121, 0.89870)}
 """By model: workers, micro-batches, and seconds of 1F1B and of the plan that AdaPtis' authors found, in the README of
 their simulator."""
@@ -168,68 +174,88 @@ class Bench:
 
 
 def _options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOptions:
-    return PlanOptions(optimizer=optimizer, method="greedy" if greedy else "cp-sat", steps=0).within(PLAN_SECONDS)
+    options = PlanOptions(optimizer=optimizer, method="greedy" if greedy else "cp-sat", steps=0)
+    return options.within(PLAN_SECONDS * (QUICK_SHARE if greedy else 1.0))
 
 
-def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = MODELS) -> Figure:
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """What is found of one model."""
+
+    uniform: dict[str, Division | None]
+    """By pipeline of others."""
+    divided: dict[str, Division | None]
+    ours: Division
+    bound: float
+    """Seconds: none of any placement is shorter."""
+    staggered: float
+    """Seconds, where each worker steps by itself."""
+    dead: float | None
+    """Share of the throughput that one dead worker costs at once in our placement;"""
+    dead_of_best: float | None
+    """and in that of the best of all others."""
+
+    @property
+    def base(self) -> float:
+        """Seconds of interleaved 1F1B with uniform stages, whose memory is the room of all."""
+        found = self.uniform["interleaved 1F1B"]
+        assert found is not None
+        return found.seconds
+
+    @property
+    def best(self) -> Division:
+        """Of all others."""
+        return min((one for one in self.divided.values() if one), key=lambda one: one.seconds)
+
+
+def compared(model: MeasuredModel) -> Compared:
+    """One model: all pipelines of others, and ours."""
+    bench = Bench(model)
+    uniform, divided = ({name: bench.best(name, divided=how) for name in NAMES} for how in (False, True))
+    ours, staggered = bench.ours("synchronous"), bench.ours("staggered")
+    schedule = ours.plan.schedule
+    best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
+    return Compared(
+        uniform=uniform, divided=divided, staggered=staggered.plan.period,
+        ours=Division(arrangement=ours.arrangement, seconds=ours.plan.period, held=bench.room),
+        bound=schedule.seconds(schedule.lower_bound_ticks), dead=bench.one_dead(ours.arrangement),
+        dead_of_best=bench.one_dead(best.arrangement))
+
+
+def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
+                            name: str = "unlike-layers") -> Figure:
     """Milliseconds of an iteration of each pipeline, uniform and divided, and of ours."""
-    rows: list[tuple[str | float | None, ...]] = []
-    over_interleaved, over_others, staggered_over, lost_ours, lost_others = [], [], [], [], []
-    findings: dict[str, float] = {}
-    series: dict[str, list[float | None]] = {name: [] for name in (*NAMES, "ours")}
-    for done, model in enumerate(models, 1):
-        bench = Bench(model)
-        uniform = {name: bench.best(name, divided=False) for name in NAMES}
-        divided = {name: bench.best(name, divided=True) for name in NAMES}
-        ours, staggered = bench.ours("synchronous"), bench.ours("staggered")
-        schedule = ours.plan.schedule
-        best = min((one for one in divided.values() if one), key=lambda one: one.seconds)
-        base = uniform["interleaved 1F1B"]
-        assert base is not None, "its own memory is the room"
-        over_interleaved.append(base.seconds / ours.plan.period)
-        over_others.append(best.seconds / ours.plan.period)
-        staggered_over.append(base.seconds / staggered.plan.period)
-        dead = bench.one_dead(ours.arrangement)
-        others = bench.one_dead(best.arrangement)
-        lost_ours += [] if dead is None else [dead]
-        lost_others += [] if others is None else [others]
-        rows.append((model.name, model.workers, *(cell for name in NAMES for cell in (
-            _milliseconds(uniform[name]), _milliseconds(divided[name]))),
-            f"{1000 * ours.plan.period:.1f}", f"{1000 * schedule.seconds(schedule.lower_bound_ticks):.1f}",
-            ours.arrangement.words, f"{over_interleaved[-1]:.2f}", f"{over_others[-1]:.3f}",
-            f"{1000 * staggered.plan.period:.1f}", _percent(dead), _percent(others)))
-        for name in NAMES:
-            found = divided[name]
-            series[name].append(None if found is None else base.seconds / found.seconds)
-        series["ours"].append(over_interleaved[-1])
-        if model.name in OCTOPIPE:
-            workers, microbatches, one_f, theirs = OCTOPIPE[model.name]
-            assert (workers, microbatches) == (bench.workers, bench.microbatches)
-            plain = uniform["1F1B"]
-            assert plain is not None
-            findings |= {f"{model.name}: 1F1B, milliseconds": 1000 * plain.seconds,
-                         f"{model.name}: 1F1B, published": 1000 * one_f,
-                         f"{model.name}: ours, milliseconds": 1000 * ours.plan.period,
-                         f"{model.name}: AdaPtis' own plan, published": 1000 * theirs}
-        progress(done, len(models))
+    found = []
+    with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for one in pool.map(compared, models):
+            found.append(one)
+            progress(len(found), len(models))
+    over_others = [one.best.seconds / one.ours.seconds for one in found]
+    lost, lost_of_best = ([share for one in found if (share := getattr(one, key)) is not None]
+                          for key in ("dead", "dead_of_best"))
     findings = {
-        "over interleaved 1F1B with uniform stages, mean": mean(over_interleaved),
-        "over interleaved 1F1B with uniform stages, at most": max(over_interleaved),
-        "the same, published of AdaPtis, mean": 1.42,
-        "the same with each worker stepping by itself, mean": mean(staggered_over),
+        "over interleaved 1F1B with uniform stages, mean": mean(one.base / one.ours.seconds for one in found),
+        "over interleaved 1F1B with uniform stages, at most": max(one.base / one.ours.seconds for one in found),
+        "the same, published of AdaPtis on its models, mean": 1.42,
+        "the same with each worker stepping by itself, mean": mean(one.base / one.staggered for one in found),
         "over the best of all others with layers divided for it, geometric mean": geometric_mean(over_others),
         "over the best of all others with layers divided for it, at least": min(over_others),
-        "one worker of four pipelines dead, at once, ours: throughput lost, mean": mean(lost_ours),
-        "the same in the placement of the best of all others, by our planner": mean(lost_others),
-        "the same, of all others by themselves: a replica": 1 / PIPELINES, **findings}
+        "over the best of all others with layers divided for it, at most": max(over_others),
+        "above the bound for any placement, mean": mean(one.ours.seconds / one.bound - 1 for one in found),
+        **({"one worker of four pipelines dead, at once, ours: throughput lost, mean": mean(lost)} if lost else {}),
+        **({"the same in the placement of the best of all others, by our planner": mean(lost_of_best)}
+           if lost_of_best else {}),
+        "the same, of all others by themselves: a replica": 1 / PIPELINES}
+    for model, one in zip(models, found, strict=True):
+        findings |= _published(model, one)
     return Figure(
-        name="unlike-layers", title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
+        name=name, title="Pipelines on models whose layers are unlike", kind="bars", x_label="",
         y_label="throughput, interleaved 1F1B with uniform stages = 1", x=tuple(model.name for model in models),
-        series=tuple(Series(name=name, values=tuple(values)) for name, values in series.items()),
-        header=("milliseconds of an iteration", "workers", *(f"{name}{how}" for name in NAMES for how in (
-            "", ", divided")), "ours", "bound", "our placement", "over interleaved", "over best", "ours, staggered",
-            "one dead", "one dead, placement of the best"),
-        rows=tuple(rows), findings=findings, assumptions=(
+        series=(*(Series(name=of, values=tuple(None if (best := one.divided[of]) is None else one.base / best.seconds
+                                               for one in found)) for of in NAMES),
+                Series(name="ours", values=tuple(one.base / one.ours.seconds for one in found))),
+        header=HEADER, rows=tuple(_row(model, one) for model, one in zip(models, found, strict=True)),
+        findings=findings, assumptions=(
+            "milliseconds from the first op of an iteration to its last",
             "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
             "those of Gemma and DeepSeek, which are not published, are estimated: matrix products and attention at "
             "half the peak of an H100",
@@ -238,11 +264,35 @@ def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredMo
             "memory: no worker holds more than the fullest one of interleaved 1F1B with uniform stages (the best of "
             f"{', '.join(map(str, CHUNKS))} virtual stages a worker), {BYTES_HELD} bytes a parameter included; a dash: "
             "no division has room",
-            "orders of others as published; divided: the best of some hundred divisions, and interleaved 1F1B with the "
-            "best number of virtual stages",
+            "orders of others as published; layers divided: the best of some hundred divisions, of interleaved 1F1B "
+            "with the best number of virtual stages",
             f"each search of ours has as many counted steps as {PLAN_SECONDS:g} s of a processor have; all step "
             "together, but in the column that says otherwise",
             f"one dead: worker {DEAD_PIPELINE}.s of {PIPELINES} pipelines, s in the middle; every layer stays"))
+
+
+HEADER = ("", "interleaved 1F1B", *(f"{name}, divided" for name in NAMES), "ours", "bound",
+          "our placement", "over interleaved", "over the best", "ours, staggered", "one dead, ours",
+          "one dead, placement of the best")
+
+
+def _row(model: MeasuredModel, one: Compared) -> tuple[str, ...]:
+    return (model.name, _milliseconds(one.uniform["interleaved 1F1B"]),
+            *(_milliseconds(one.divided[name]) for name in NAMES), _milliseconds(one.ours), f"{1000 * one.bound:.1f}",
+            one.ours.arrangement.words, f"{one.base / one.ours.seconds:.2f}",
+            f"{one.best.seconds / one.ours.seconds:.2f}", f"{1000 * one.staggered:.1f}", _percent(one.dead),
+            _percent(one.dead_of_best))
+
+
+def _published(model: MeasuredModel, one: Compared) -> dict[str, float]:
+    """What is published of a model, beside what is computed of it."""
+    plain = one.uniform["1F1B"]
+    if model.name not in OCTOPIPE or plain is None:
+        return {}
+    _, _, one_f_one_b, theirs = OCTOPIPE[model.name]
+    return {f"{model.name}: 1F1B with uniform stages, milliseconds": 1000 * plain.seconds,
+            f"{model.name}: the same, published": 1000 * one_f_one_b,
+            f"{model.name}: AdaPtis' own plan, published": 1000 * theirs}
 
 
 def _milliseconds(found: Division | None) -> str:
