@@ -65,6 +65,8 @@ def _bounds_in_place(problem: Problem) -> list[Named]:
         bounds.append((_chain(problem, stage), f"the way to stage {stage}, its work, and the way back"))
         if late:
             bounds.append((_reach(problem, stage) + window, f"the way to column {column}, and its work"))
+    bounds += [(Fraction(ticks), f"how micro-batches pass stage {stage} and come back to it, one after the other")
+               for stage, ticks in enumerate(_passages(problem))]
     if (whole := whole_fill(problem)) is not None:
         bounds.append((Fraction(whole.period), "work, and what whole forwards leave of the round trips"))
     return bounds
@@ -319,6 +321,78 @@ def _way_through(problem: Problem, stage: int, shares: Shares, count: int) -> Fr
     closing = problem.column_closing(problem.column_of[0])
     return Fraction(shares.inside(count), shares.parts) + there[stage] + back[stage] + last + (
         closing if problem.optimizer == "staggered" else max(closing, *problem.times.optimizer))
+
+
+# --- How whole micro-batches pass the stages, one after the other -----------------------------------------------------
+
+
+MAX_PASSAGES = 20_000
+"""Stages, squared, times micro-batches up to which they are counted one by one."""
+
+
+def _passages(problem: Problem) -> list[int]:
+    """By stage, the least period of its workers, in ticks; empty where micro-batches may be cut or workers hold several
+    stages.
+
+    Let f(s, k) be when the k-th F of stage s begins and e(s, k) when the k-th I ends, whichever micro-batches they are
+    of; n(s) are its live workers. By f(s, k), k micro-batches have passed stage s - 1; n(s) + 1 ops do not run at once;
+    memory has room for h(s) that wait for their I. Of the k micro-batches whose I have ended by e(s, k), k - j + 1 have
+    begun at f(s, j) or later, and some worker runs so many n-ths of them, rounded up. Hence
+
+        f(s, k) >= f(s - 1, k) + F(s - 1) + transfer,       f(s, k - n) + F,   e(s, k - h)
+        e(s, k) >= e(s + 1, k) + transfer + I,              e(s, k - n) + I,
+                   f(s, j) + (F + I) (k - j + 1) / n  for each j up to k.
+
+    The window of stage s begins with f(s, 1), before which nothing is done at later stages. Of the micro-batches whose
+    I end at e(s, j) or later, some worker runs so many n-ths, and only the first of their I may begin before that:
+
+        end >= e(s, j) - I + (I + W) (K - j + 1) / n,       f(s, j) + (F + I + W) (K - j + 1) / n,
+
+    each rounded up to whole micro-batches, for each j up to their number K.
+    """
+    grid = problem.grid
+    stages, count = len(grid.stages), grid.total_microbatches
+    if problem.sliced or grid.chains > 1 or grid.columns < stages or stages**2 * count > MAX_PASSAGES:
+        return []
+    return [_passage(problem, stage, count) for stage in range(stages)]
+
+
+def _passage(problem: Problem, first: int, count: int) -> int:
+    """The least period of the workers of a stage, by what micro-batches do from there on."""
+    stages = range(first, len(problem.grid.stages))
+    forward, gradient = ({stage: problem.fastest(kind, stage) for stage in stages} for kind in problem.kinds[:2])
+    workers = {stage: len(problem.holders[stage]) for stage in stages}
+    waiting = {stage: _most_waiting(problem, stage, count) for stage in stages}
+    begun: dict[int, list[int]] = {stage: [] for stage in stages}
+    returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
+    served: dict[int, list[int]] = {stage: [] for stage in stages}  # the last line for e(s, k), from the k - n-th on
+    for number in range(count):
+        earliest = 0
+        for stage in stages:
+            if number >= workers[stage]:
+                earliest = max(earliest, begun[stage][-workers[stage]] + forward[stage])
+            if number >= waiting[stage]:
+                earliest = max(earliest, returned[stage][-waiting[stage]] + gradient[stage])
+            begun[stage].append(earliest)
+            earliest += forward[stage] + (problem.least_hop(stage) if stage < stages[-1] else 0)
+        for stage in reversed(stages):
+            free = served[stage][-workers[stage]] if number >= workers[stage] else 0
+            served[stage].append(max(begun[stage][number], free) + forward[stage] + gradient[stage])
+            earliest = max(earliest, served[stage][number] - gradient[stage])
+            if number >= workers[stage]:
+                earliest = max(earliest, returned[stage][-workers[stage]] + gradient[stage])
+            returned[stage].append(earliest)
+            earliest += gradient[stage] + (problem.least_hop(stage - 1) if stage > first else 0)
+    after = gradient[first] + sum(problem.fastest(kind, first) for kind in problem.kinds[2:])
+    ends = (max(returned[first][number] + after * (left := -(-(count - number) // workers[first])),
+                begun[first][number] + (forward[first] + after) * left) for number in range(count))
+    return max(ends) + problem.column_closing(problem.column_of[first])
+
+
+def _most_waiting(problem: Problem, stage: int, count: int) -> int:
+    """How many micro-batches memory of all workers of a stage holds at most between F and I."""
+    amount = problem.activation(stage)
+    return max(1, sum(problem.room(worker) // amount for worker in problem.holders[stage])) if amount else count
 
 
 # --- How pipelines fill where workers run whole forwards only, which are their own ------------------------------------

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain as chain_of
+from itertools import pairwise
 
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from slipstream.planner.budget import SOLVER_UNITS_PER_STEP, Budget
 from slipstream.planner.model.arrays import ProblemArrays, Solution, ints
-from slipstream.planner.model.problem import Problem, Unit
+from slipstream.planner.model.problem import LiveWorker, MicroBatch, Problem, Unit
 from slipstream.planner.model.start_times import solution_period
 from slipstream.planner.params import DEFAULTS, CpSatParams
 from slipstream.schedules.precedence import OpKey, waits
@@ -81,13 +83,20 @@ class Constraints:
         self._problem = problem
         self._variables = variables
 
-    def add_all(self) -> None:
+    def add_rules(self) -> None:
         """All rules, in the order of the problem's statement."""
         self._data_flows()
         self._one_op_at_a_time()
         self._memory()
         self._windows()
+
+    def add_implied(self) -> None:
+        """What follows from the rules, and one order of what may change names: no plan becomes longer by it."""
         self._microbatches_in_order()
+        self._columns_at_once()
+        self._loads()
+        self._forwards_in_order()
+        self._workers_in_order()
 
     def _data_flows(self) -> None:
         """Start of an op >= end of each producer + transfer where a tensor crosses and their hosts differ.
@@ -198,6 +207,117 @@ class Constraints:
                         self._model.add(variables.start[late] >= variables.end[early])
 
 
+    def _columns_at_once(self) -> None:
+        """No more ops of a column at a time than it has live workers, whoever runs them.
+
+        Ops take the time of the fastest possible host at least.
+        """
+        problem, variables = self._problem, self._variables
+        for column, pipelines in enumerate(problem.live_by_column):
+            keys = [key for key in variables.start if problem.column_of[key[1]] == column]
+            if len(pipelines) < 2 or all(len(variables.hosts[Unit(*key[1:])]) == 1 for key in keys):
+                continue
+            spans = [self._model.new_fixed_size_interval_var(variables.start[key], ticks, f"any {key[0]}")
+                     for key in keys if (ticks := min(problem.cost(key[0], key[1], host)
+                                                      for host in variables.hosts[Unit(*key[1:])]))]
+            self._model.add_cumulative(spans, [1] * len(spans), len(pipelines))
+
+    def _loads(self) -> None:
+        """What a worker runs fits in the period, with its closing ops."""
+        problem, variables = self._problem, self._variables
+        for worker, runs in variables.runs.items():
+            ticks = [(problem.cost(kind, unit.slice, worker), variables.on.get((unit, worker)))
+                     for kind, unit, _ in runs]
+            if any(literal is not None for _, literal in ticks):
+                self._model.add(sum(cost if literal is None else cost * literal for cost, literal in ticks)
+                                + problem.column_closing(worker.column) <= variables.period)
+
+    def _forwards_in_order(self) -> None:
+        """Symmetry: micro-batches that are `interchangeable` begin at their first stage in the order of their names.
+
+        Of n workers there, none begins the n-th next one before an F has ended.
+        """
+        problem, variables = self._problem, self._variables
+        for batches in interchangeable(problem):
+            stage = problem.grid.path(batches[0].microbatch)[0]
+            hosts = variables.hosts[Unit(stage, *batches[0])]
+            least = min(problem.cost(OpKind.F, stage, host) for host in hosts)
+            starts = [variables.start[OpKind.F, stage, *batch] for batch in batches]
+            for early, late in pairwise(starts):
+                self._model.add(early <= late)
+            for early, late in zip(starts, starts[len(hosts):], strict=False):
+                self._model.add(early + least <= late)
+
+    def _workers_in_order(self) -> None:
+        """Symmetry: of equal workers of a column, one runs its first micro-batch only after the one before did.
+
+        Wherever all micro-batches may change names, and each may be run by any worker of a column, which then may, too.
+        """
+        problem, variables = self._problem, self._variables
+        for equal, stage in equal_workers(problem):
+            batches = interchangeable(problem)[0]
+            for before, worker in pairwise(equal):
+                for number, batch in enumerate(batches):
+                    literal = variables.on[Unit(stage, *batch), worker]
+                    earlier = [variables.on[Unit(stage, *other), before] for other in batches[:number]]
+                    self._model.add_bool_or(literal.negated(), *earlier)
+
+
+# --- What may change names --------------------------------------------------------------------------------------------
+
+
+def interchangeable(problem: Problem) -> list[list[MicroBatch]]:
+    """Micro-batches that take the same time everywhere and have the same hosts, some of which are to be chosen.
+
+    Where holders share all micro-batches, those of all pipelines along a chain; else, those of a pipeline.
+    """
+    grid, groups = problem.grid, []
+    for chain in range(grid.chains):
+        found = [[MicroBatch(pipeline, microbatch) for microbatch in range(chain, count, grid.chains)]
+                 for pipeline, count in enumerate(grid.microbatches)]
+        groups += [list(chain_of.from_iterable(found))] if problem.sharing else found
+    return [batches for batches in groups if batches and any(
+        len(problem.hosts(stage, batches[0].pipeline)) > 1 for stage in problem.grid.path(batches[0].microbatch))]
+
+
+def equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
+    """Workers of a column that may change places, and a stage that each micro-batch passes there."""
+    if not problem.sharing or problem.grid.chains > 1:
+        return []
+    found = []
+    for column in range(problem.grid.columns):
+        stage = problem.grid.stages_of(column)[0]
+        kinds: dict[LiveWorker, list[Worker]] = {}
+        for worker in problem.holders[stage]:
+            kinds.setdefault(problem.workers[worker], []).append(worker)
+        found += [(equal, stage) for equal in kinds.values() if len(equal) > 1]
+    return found
+
+
+class Renaming:
+    """A plan's micro-batches and workers under the names that the model allows for them."""
+
+    def __init__(self, problem: Problem, plan: Solution) -> None:
+        self._batches: dict[MicroBatch, MicroBatch] = {}
+        self._workers: dict[Worker, Worker] = {}
+        for batches in interchangeable(problem):
+            stage = problem.grid.path(batches[0].microbatch)[0]
+            starts = {batch: plan.starts[OpKind.F, stage, *batch] for batch in batches}
+            self._batches |= dict(zip(batches, sorted(batches, key=starts.__getitem__), strict=True))
+        for equal, stage in equal_workers(problem):
+            used = [plan.hosts[Unit(stage, *self.batch(*batch))] for batch in interchangeable(problem)[0]]
+            first_use = {worker: used.index(worker) if worker in used else len(used) for worker in equal}
+            self._workers |= dict(zip(sorted(equal, key=first_use.__getitem__), equal, strict=True))
+
+    def batch(self, pipeline: int, microbatch: int) -> MicroBatch:
+        """The micro-batch of the plan that is to have this name."""
+        return self._batches.get(MicroBatch(pipeline, microbatch), MicroBatch(pipeline, microbatch))
+
+    def worker(self, worker: Worker) -> Worker:
+        """The name that a worker of the plan is to have."""
+        return self._workers.get(worker, worker)
+
+
 POLL_SECONDS = 0.05
 
 PROVED = "what CP-SAT proved"
@@ -249,7 +369,9 @@ def _model(problem: Problem, shortest: int, longest: int) -> tuple[cp_model.CpMo
     """The problem as a model that looks for the shortest period between two."""
     model = cp_model.CpModel()
     variables = Variables(model, problem, _horizon(problem, longest))
-    Constraints(model, problem, variables).add_all()
+    constraints = Constraints(model, problem, variables)
+    constraints.add_rules()
+    constraints.add_implied()
     model.add(variables.period >= shortest)
     model.add(variables.period <= longest)
     model.minimize(variables.period)
@@ -293,11 +415,13 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
     shift = min(hint.starts.values())
     first = [variables.horizon] * problem.grid.columns
     last = [0] * problem.grid.columns
+    renaming = Renaming(problem, hint)
     for key, variable in variables.start.items():
-        start = hint.starts[key] - shift
+        kind, stage, *named = key
+        batch = renaming.batch(*named)
+        start = hint.starts[kind, stage, *batch] - shift
         model.add_hint(variable, start)
-        kind, stage, pipeline, microbatch = key
-        host = hint.hosts[Unit(stage, pipeline, microbatch)]
+        host = hint.hosts[Unit(stage, *batch)]
         end = start + problem.cost(kind, stage, host)
         end_variable = variables.end[key]
         if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # it is where the op takes 0
@@ -305,7 +429,8 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         column = problem.column_of[stage]
         first[column], last[column] = min(first[column], start), max(last[column], end)
     for (unit, host), literal in variables.on.items():
-        model.add_hint(literal, hint.hosts[unit] == host)
+        runs = hint.hosts[Unit(unit.slice, *renaming.batch(unit.pipeline, unit.microbatch))]
+        model.add_hint(literal, renaming.worker(runs) == host)
     for column, tied in enumerate(problem.tied):
         last[tied] = max(last[tied], last[column])
     for column, tied in enumerate(problem.tied):

@@ -2,18 +2,21 @@
 
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from ortools.sat.python import cp_model
 
 from slipstream.planner.budget import Budget
+from slipstream.planner.job.file import parse_job
 from slipstream.planner.model.bounds import lower_bound
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.plan import plan_job
+from slipstream.planner.search import cpsat
 from slipstream.planner.search.engine import solve
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
-from tests.jobs import grid
+from tests.jobs import failures, grid, jobs
 from tests.planner.search.brute_force import optimal_period
 
 OWN = [(1, 1, 2, []), (1, 2, 2, []), (1, 3, 1, []), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (3, 2, 1, ["2.1"]),
@@ -77,6 +80,47 @@ def test_bounds_of_shared_work_hold_for_slices_too(case):
     whole = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True)
     cut = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True, sliced=True)
     assert lower_bound(cut) <= lower_bound(whole) <= optimal_period(whole)
+
+
+def optimum(problem, *, implied: bool) -> int | None:
+    """The shortest period by CP-SAT, which is told of no bound; None where its time does not suffice."""
+    model = cp_model.CpModel()
+    variables = cpsat.Variables(model, problem, 300)
+    constraints = cpsat.Constraints(model, problem, variables)
+    constraints.add_rules()
+    if implied:
+        constraints.add_implied()
+    model.minimize(variables.period)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = 0.2
+    return round(solver.objective_value) if solver.solve(model) == cp_model.OPTIMAL else None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_what_is_implied_or_bounded_excludes_no_best_plan(data):
+    """On jobs too large to enumerate: the rules alone allow no shorter plan, and the bounds are not above it."""
+    job = data.draw(jobs(max_pipelines=3, max_stages=3, max_microbatches=3))
+    failed, sharing = data.draw(failures(job)), data.draw(st.booleans())
+    backward, optimizer = data.draw(st.sampled_from(["split", "fused"])), data.draw(
+        st.sampled_from(["staggered", "synchronous"]))
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
+    assume(problem.operations_by_host < 120)
+    with_all, plain = optimum(problem, implied=True), optimum(problem, implied=False)
+    least = min((found for found in (with_all, plain) if found is not None), default=None)
+    assert with_all is None or plain is None or with_all == plain
+    assert least is None or lower_bound(problem) <= least
+
+
+def test_micro_batches_that_come_back_one_after_the_other_bound_the_period():
+    """Two stages with two of three workers each, and micro-batches that any may run. By hand: of twelve, the last three
+    come back to stage 0 at 21.9 at the earliest, so that one of its two workers runs two more W, and 27.65 remain."""
+    job = parse_job("pipelines = 3\nstages = 3\nmicrobatches = [5, 4, 3]\n[time]\nforward = [1.5, 1, 2]\n"
+                    "backward_input = [0, 1, 2.5]\nbackward_weight = [2.5, 1, 1.5]\noptimizer = 0.5\n"
+                    "all_reduce = 0.25\ntransfer = 0.1\n")
+    plan = plan_job(job, [Worker(0, 1), Worker(2, 0)], steps=4_000_000)
+    assert plan.schedule.status == "optimal" and plan.period == pytest.approx(27.65)
 
 
 def test_slow_workers_are_exact_and_leave_to_others_what_they_have_no_time_for():
