@@ -18,7 +18,7 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel, model_fo
 from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.microbatch import FROM_THE_START, SamplesRead
-from slipstream.runtime.model.state.holding import keeps_parts, trained_elements
+from slipstream.runtime.model.state.holding import trained_elements
 from slipstream.runtime.model.state.parameter_groups import require_matches
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.model.state.undoable_steps import optimizer_factory
@@ -53,8 +53,8 @@ class Fit:
     """The layers of each group that has a parameter together."""
     whole_schedules: bool
     """Whether workers deal or evaluate data by the whole of each schedule."""
-    elements: tuple[Elements, ...] = ()
-    """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
+    elements: tuple[Elements, ...]
+    """Of each layer: how many are trained."""
     data: FormSpec | None = None
     """Of each micro-batch that the data give."""
 
@@ -83,7 +83,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions, read: Sa
             at_layer = forms(model, config)
         require_matches(model, training)
         optimizer_factory(training)
-        elements = trained_elements(model, training) if keeps_parts(training) else ()
+        elements = trained_elements(model, training)
     placement = place(schedule.grid, model.layers)
     corpus = load_corpus(config, schedule.grid.microbatches, read)
     given = batch_form(config)

@@ -38,7 +38,7 @@ from slipstream.runtime.events import LOSSES
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, listen
-from slipstream.runtime.protocol.to_coordinator import Checkpoints, Ended, Known
+from slipstream.runtime.protocol.to_coordinator import NOTHING_KEPT, Checkpoints, Ended, Known
 from slipstream.runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, StartWorker
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, ReportCheckpoints, Train
 from slipstream.schedules.schedule import Schedule, Worker
@@ -274,11 +274,11 @@ class World:
         if self.loop._serves is not None:
             self.given_up(fake, "was cut off")
         elif fake.stepped is None:
-            self.start(fake.worker, 0, Known(0, (), -1, (), None, False))  # it had nothing: as good as new
+            self.start(fake.worker, 0, Known(0, (), -1, NOTHING_KEPT, None, False))  # it had nothing: as good as new
             self.live[fake.worker].known = None
         else:
             fake.ended = True
-            known = Known(fake.order, fake.failed, fake.stepped, fake.layers, None, False, fake.begun)
+            known = Known(fake.order, fake.failed, fake.stepped, fake.kept, None, False, fake.begun)
             self.start(fake.worker, fake.epoch, known, fake)
 
     def agent_disconnected(self, agent: ChaosAgent) -> None:

@@ -300,7 +300,7 @@ class Cluster:
         self._process.kill()
         self._process.wait()
         failed = tuple(sorted(set(self.every) - order.members))
-        known = {worker: (fake.epoch, Known(fake.order, failed, fake.reached, fake.layers, None, False, fake.begun))
+        known = {worker: (fake.epoch, Known(fake.order, failed, fake.reached, fake.kept, None, False, fake.begun))
                  for worker, fake in self.workers.items()}
         for one in (*self.workers.values(), *self.agents.values()):
             one.abort()

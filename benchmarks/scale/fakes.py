@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET
+from benchmarks.scale.shapes import ELEMENTS, LAYERS_A_STAGE, SECRET
 from slipstream.runtime.protocol import to_node_agent, to_worker
 from slipstream.runtime.protocol.authentication import GREETING_BYTES, TAG_BYTES, Answer
 from slipstream.runtime.protocol.channel import Frames, frame
@@ -18,6 +18,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Heartbeat,
     JoinNode,
     JoinWorker,
+    Kept,
     Known,
     Paused,
     Ran,
@@ -143,7 +144,8 @@ class FakeWorker(Fake):
         self.begun = self.reached = -1
         self.ended = False
         self.sent = 0.0
-        self.layers = ((LAYERS_A_STAGE * worker.column, LAYERS_A_STAGE * (worker.column + 1)),)
+        layers = LAYERS_A_STAGE * worker.column, LAYERS_A_STAGE * (worker.column + 1)
+        self.kept = Kept((layers,), tuple((layer, 0, ELEMENTS.total) for layer in range(*layers)))
         self._times = tuple(OpTime(kind, worker.column, 2 * cluster.stages, 0.01)
                             for kind in (OpKind.F, OpKind.I, OpKind.W))
 
@@ -190,7 +192,7 @@ class FakeWorker(Fake):
 
     def pause(self) -> None:
         """Stop, and say so."""
-        self.say(Paused(self.worker, self.order, self.layers, None, None))
+        self.say(Paused(self.worker, self.order, self.kept, None, None))
 
     def beat(self, interval: float) -> None:
         """Say something, where nothing was said for an interval."""

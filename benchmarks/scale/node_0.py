@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 from unittest import mock
 
-from benchmarks.scale.shapes import LAYERS_A_STAGE, SECRET, first_schedule, job_of, shares_of
+from benchmarks.scale.shapes import ELEMENTS, LAYERS_A_STAGE, SECRET, first_schedule, job_of, shares_of
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.coordinator import event_loop
@@ -126,6 +126,7 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
     config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
     run = Run(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
               config=config, secret=SECRET, out=folder, behind=left, losses=losses,
+              elements=[ELEMENTS] * first.grid.layer_count,
               resilience=Resilience(scheduler=scheduler, at_speeds=at_speeds, rebalancer=rebalancer),
               options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
     places = {worker: node for node, share in enumerate(shares) for worker in share}

@@ -7,6 +7,7 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.failure_domains import shares_of_nodes
+from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.schedules import codec
 from slipstream.schedules.schedule import Schedule, Worker
@@ -14,6 +15,8 @@ from slipstream.schedules.schedule import Schedule, Worker
 SECRET = Secret(b"of a run that trains nothing, 32 B")
 WORKERS_A_NODE = 8
 LAYERS_A_STAGE = 2
+ELEMENTS = Elements(10**8)
+"""Of each layer."""
 
 
 def grid_of(workers: int) -> tuple[int, int]:

@@ -35,8 +35,7 @@
     speed_watch          puts the times that workers report together for it
     speed_planning       what is planned for workers of certain speeds; who is left out
     slow_workers         which slow workers there are, when it is planned for them, when those left out are measured
-    layer_moves          which layers move from which worker to which
-    part_moves           the same of parts, where workers keep parts of layers' optimizer states
+    part_moves           which parts of layers move from which worker to which
 
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took

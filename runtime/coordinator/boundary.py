@@ -7,7 +7,6 @@ another schedule is better for the workers' speeds, all members stop before the 
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.join_planning import Join
-from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.run_state import Step, Training
 from slipstream.runtime.coordinator.schedule_choice import settled, with_joining
 from slipstream.runtime.errors import RunError
@@ -91,7 +90,9 @@ def _plan_settling(step: Step) -> None:
     old = state.log.period_after(max(state.phase.began, state.slow.since))
     if schedule is None or old is None:  # what is planned says how much longer one takes than the other, no more
         return
-    moves = plan_moves(step.rules.placement.held_by(schedule), state.held_now(step.rules.placement))
+    held = state.held_now(step.rules.placement)
+    moves = {(move.target, move.layer): move for move in step.fetched_for(schedule)
+             if move.layer not in held.get(move.target, ())}.values()
     new = old * schedule.seconds(schedule.period_ticks) / state.slow.period_of(state.current)
     if not settler.pays(old, new, moves, pause=state.recovery.last_seconds, to=step) \
             or not _begin(step, schedule, settles=True):

@@ -114,8 +114,8 @@ class EventLoop:
             run.schedule.grid, Finders(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
             lambda answer: self._put(partial(self._happens, answer)), event_log,
             divided, background, (lambda _: None) if self._ahead is None else self._ahead.known)
-        # Who shares a machine matters to workers that keep parts of each other's states alone.
-        self._setup = run.setup if run.elements else replace(run.setup, failure_domains=())
+        # Who shares a machine matters only where workers keep parts of each other's states.
+        self._setup = run.setup if run.config.training.shard_optimizer else replace(run.setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
         self._rules = run.rules(self._schedules.prepared)
         at = time.monotonic()

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from slipstream.runtime.coordinator import orders
-from slipstream.runtime.coordinator.layer_moves import Holders, plan_moves
 from slipstream.runtime.coordinator.lost_workers import reasons_of
+from slipstream.runtime.coordinator.part_moves import Holders
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import PlannerFailedError
 from slipstream.runtime.coordinator.run_state import Step
@@ -29,7 +29,7 @@ def give_order(step: Step, missing: int) -> None:
     Nothing happens where an answer of a worker, or a schedule, has to come first. A run that is told to end ends here:
     that checkpoint is what it goes on from. Raises RunError where nobody is left, or there is no schedule.
     """
-    state, placement, partition = step.state, step.rules.placement, step.rules.partition
+    state, partition, placement = step.state, step.rules.partition, step.rules.placement
     everyone, first = state.everyone, state.log.next_iteration
     reasons = reasons_of(state.lost, missing, state.grid, placement, state.members, state.ready)
     held = any(missing in layers for layers in state.holds.values())
@@ -65,10 +65,9 @@ def give_order(step: Step, missing: int) -> None:
     step.change(recovery=state.recovery.begin(step.at).went_back(iteration, first - iteration),
                 log=state.log.go_back(iteration), asked=PersistentMap(), readable=PersistentMap())
     step.do(WentBack(lost=first - iteration, reason=why))
-    needs = placement.held_by(schedule)
-    reads = who_reads_what(needs, readers)
-    moves = plan_moves(needs, reads) if partition is None else partition.moves(
-        schedule, {reader: partition.read(layers, iteration) for reader, layers in reads.items()}, reads, iteration - 1)
+    reads = who_reads_what(placement.held_by(schedule), readers)
+    moves = partition.moves(
+        schedule, {reader: partition.read(layers, iteration) for reader, layers in reads.items()}, iteration - 1)
     orders.train(step, schedule, moves, restore=reads)
 
 

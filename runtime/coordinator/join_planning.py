@@ -1,7 +1,7 @@
 """Join planning: which layers are fetched while training goes on, and whether all have come.
 
-They are for workers that join, or for members alone, which settle into a better schedule (`settling`). Where workers
-keep parts of layers' states, these are what is fetched (`part_moves`).
+They are for workers that join, or for members alone, which settle into a better schedule (`settling`). What is fetched
+are parts of layers (`part_moves`).
 """
 
 from collections import Counter

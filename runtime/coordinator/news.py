@@ -91,7 +91,7 @@ class News:
         self._losses.go_back(found.unwritten.start)
         for iteration, loss in zip(found.unwritten, losses, strict=True):
             self._losses.write(iteration, loss, None, self._events.now())
-        self._notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations are "
+        self._notify(f"node 0 goes on with the {len(found.kept)} workers that it has found; {count} iterations are "
                      "committed")
 
     def ready(self, report: Ready) -> None:

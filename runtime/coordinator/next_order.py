@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import going_back, lost_workers, orders
-from slipstream.runtime.coordinator.layer_moves import plan_moves
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.questions import PlannerFailedError
@@ -76,19 +75,17 @@ def saved_for_leaving(step: Step) -> bool:
 
 
 def _train(step: Step, untouched: bool) -> None:
-    state, partition, placement = step.state, step.rules.partition, step.rules.placement
+    state, partition = step.state, step.rules.partition
     join = None if untouched else state.joins.current
     schedule = join.schedule if join is not None else _for_speeds(step) or _next_schedule(step, untouched)
     if schedule is None:
         return
     moves, stay = tuple[Move, ...](), AS_THEY_ARE
-    if partition is not None and not untouched:
+    if not untouched:
         if join is None:
-            stay = partition.left(schedule, state.current, state.cut_for, state.kept)
-        moves = partition.moves(schedule, state.kept, state.holds, state.log.next_iteration - 1,
+            stay = partition.left(schedule, state.current, state.cut_for, state.paused)
+        moves = partition.moves(schedule, state.paused, state.log.next_iteration - 1,
                                 () if join is None else join.moves, cut_for=stay)
-    elif not untouched and (join is None or not join.fetch):
-        moves = plan_moves(placement.held_by(schedule), state.holds)
     orders.train(step, schedule, moves, join, cut_for=stay)
 
 

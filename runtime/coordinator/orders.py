@@ -105,7 +105,7 @@ def finish(step: Step) -> None:
         for layer in layers:
             holders[layer].append(worker)
     writers = {layer: workers[layer % len(workers)] for layer, workers in sorted(holders.items())}
-    moves = () if rules.partition is None else rules.partition.to_writers(writers, state.kept)
+    moves = rules.partition.to_writers(writers, state.paused)
     order, first = state.order + 1, state.log.next_iteration
     step.change(phase=Finishing(), order=order, log=state.log.begin(order, state.members),
                 slow=state.slow if state.leaving else state.slow.over(first, step))

@@ -59,28 +59,26 @@ class Bounds:
                 return _wrong_times(message.times)
             case Validated() if message.factor.iteration not in iterations:
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
-            case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
-                return "it says that it holds layers that there are not"
             case Paused() if message.validated is not None and message.validated.iteration not in iterations:
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
-            case Paused(kept=Kept()) if not self._may_keep(message.kept):
-                return "it says that it keeps parts of layers that there are not"
+            case Paused() if not self._may_keep(message.kept):
+                return "it says that it holds layers, or parts of them, that there are not"
             case Ready(known=Known()) if not self._may_know(message.known):
                 return "it says that it knows what nobody can"
             case Injected() if not 0 <= message.index < self.injections:
                 return f"it says that failure {message.index} on purpose has happened, which there is not"
         return None
 
-    def _may_keep(self, kept: Kept | None) -> bool:
-        return kept is None or all(layer in range(self.setup.cuts[-1]) and 0 <= start < stop
-                                   for layer, start, stop in kept.parts)
+    def _may_keep(self, kept: Kept) -> bool:
+        return _ascending(kept.layers, self.setup.cuts[-1]) and all(
+            layer in range(self.setup.cuts[-1]) and 0 <= start < stop for layer, start, stop in kept.parts)
 
     def _may_know(self, known: Known | None) -> bool:
         assert known is not None
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
-                and _ascending(known.layers, self.setup.cuts[-1]) and self.workers.issuperset(known.failed)
-                and self._may_keep(known.kept) and (known.validated is None or known.validated.iteration in iterations))
+                and self.workers.issuperset(known.failed) and self._may_keep(known.kept)
+                and (known.validated is None or known.validated.iteration in iterations))
 
 
 def _wrong_times(times: Sequence[OpTime]) -> str | None:

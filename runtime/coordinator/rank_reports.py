@@ -5,12 +5,13 @@ paused when all have. What one of them says of itself alone passes at once; wher
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
+    NOTHING_KEPT,
     Checkpoints,
     FetchUpToDate,
     Finished,
@@ -24,7 +25,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Validated,
     kept_by_all,
 )
-from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
 from slipstream.schedules.schedule import Worker
 
 Key = tuple[type, int, int]
@@ -119,9 +119,8 @@ def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
 
 def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """The reason is that of the first to stop: the others have lost it."""
-    held = frozenset.intersection(*(layers_in(one.layers) for one in reports))
     known = [one.validated for one in reports if one.validated is not None]
-    return replace(first, layers=_ranges(held), kept=kept_by_all(one.kept for one in reports),
+    return replace(first, kept=kept_by_all([one.kept for one in reports]),
                    validated=max(known, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
 
@@ -133,19 +132,13 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     if len(found) < len(by_rank):
         return None
     last = max(found, key=lambda one: (one.order, one.iteration))
-    held = frozenset.intersection(*(layers_in(one.layers) for one in found))
-    if any(one.order != last.order for one in found):
-        held = frozenset()
+    same = all(one.order == last.order for one in found)
     factors = [one.validated for one in found if one.validated is not None]
-    kept = kept_by_all(one.kept for one in found) if held else None
-    return replace(last, layers=_ranges(held), kept=kept, behind=any(one.iteration < last.iteration for one in found),
+    return replace(last, kept=kept_by_all([one.kept for one in found]) if same else NOTHING_KEPT,
+                   behind=any(one.iteration < last.iteration for one in found),
                    pending=any(one.pending for one in found), begun=max(one.begun for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
-
-
-def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
-    return joined_ranges((layer, layer + 1) for layer in layers)
 
 
 def _digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:

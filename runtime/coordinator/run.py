@@ -43,8 +43,8 @@ class Run:
     """The layers of the model that have a parameter together, group by group (`runtime.model.layers.sharing`)."""
     whole_schedules: bool = False
     """Whether workers deal or evaluate data by the whole of each schedule."""
-    elements: Sequence[Elements] = ()
-    """Of each layer of the model: how many are trained, where workers keep parts of layers' optimizer states."""
+    elements: Sequence[Elements]
+    """Of each layer of the model: how many are trained."""
     behind: LeftBehind | None = None
     """Where another coordinator has died: its workers are looked for."""
     losses: Sequence[float] | None = None
@@ -61,16 +61,16 @@ class Run:
 
     def rules(self, prepared: Callable[[Schedule], Prepared]) -> Rules:
         """What stays the same, with what a schedule is in an order."""
-        setup, resilience, cuts = self.setup, self.resilience, Placement(self.setup.cuts)
+        setup, resilience = self.setup, self.resilience
         return Rules(
-            first=self.schedule, placement=cuts, prepared=prepared,
+            first=self.schedule, prepared=prepared,
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
             settles=None if resilience.settling is None else Cost(self.layer_bytes, setup.fetch_bytes_per_second),
             mtbf_seconds=None if resilience.settling is None else resilience.settling.mtbf_seconds,
             automatic_checkpoints=setup.checkpoint_every is None, plans_for_speeds=resilience.at_speeds is not None,
             domains=self.domains,
-            partition=Partition(self.elements, cuts, setup.failure_domains,
-                                self.config.training.shard_optimizer) if self.elements else None,
+            partition=Partition(self.elements, Placement(setup.cuts), setup.failure_domains,
+                                self.config.training.shard_optimizer),
             whole_schedules=self.whole_schedules)
 
     def rejoining(self, at: float) -> Rejoining | None:

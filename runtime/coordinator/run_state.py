@@ -12,7 +12,6 @@ from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.effects import Effects
 from slipstream.runtime.coordinator.join_planning import Joins
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
-from slipstream.runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.part_moves import Partition
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
@@ -27,6 +26,7 @@ from slipstream.runtime.model.state.parts import CutFor
 from slipstream.runtime.protocol.to_coordinator import Kept, Ran
 from slipstream.runtime.protocol.to_worker import Addresses, Move
 from slipstream.runtime.replay.placement import Placement
+from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 
@@ -37,8 +37,8 @@ class Rules:
     first: Schedule
     """That for the workers which are there from the start."""
     iterations: range
-    placement: Placement
-    """Where the schedules' layers lie in the model."""
+    partition: Partition
+    """How the state of the model's layers is cut."""
     prepared: Callable[[Schedule], Prepared]
     """What a schedule is in an order. Pure; keeps what it was asked for last."""
     settles: Cost | None = None
@@ -50,10 +50,13 @@ class Rules:
     """Whether anything plans for slow workers."""
     domains: FailureDomains = ALONE
     """Which workers fail together."""
-    partition: Partition | None = None
-    """How optimizer states are cut, where workers keep parts of them."""
     whole_schedules: bool = True
     """Whether workers are sent the whole of each schedule besides: to deal or evaluate data by it."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the schedules' layers lie in the model."""
+        return self.partition.placement
 
 
 class Present(msgspec.Struct, frozen=True):
@@ -61,14 +64,6 @@ class Present(msgspec.Struct, frozen=True):
 
     addresses: tuple[tuple[str, int], ...]
     """Where each of its ranks sends layers from."""
-
-
-class Holding(msgspec.Struct, frozen=True):
-    """What a member holds that has paused."""
-
-    layers: frozenset[int]
-    kept: Kept | None
-    """The same of what it keeps of optimizer states; None: of its layers, everything."""
 
 
 class Gathering(msgspec.Struct, frozen=True):
@@ -118,8 +113,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the last order; they are numbered from 1."""
     live: PersistentMap[Worker, Present] = PersistentMap()
     """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
-    paused: PersistentMap[Worker, Holding] = PersistentMap()
-    """Members that have."""
+    paused: PersistentMap[Worker, Kept] = PersistentMap()
+    """Members that have, with what they hold."""
     contents: PersistentMap[Worker, tuple[str, ...]] = PersistentMap()
     """By their digests, the contents of schedules that each worker has."""
     leaving: frozenset[Worker] = frozenset()
@@ -177,12 +172,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def holds(self) -> dict[Worker, frozenset[int]]:
         """The layers of each member that has paused."""
-        return {worker: holding.layers for worker, holding in self.paused.items()}
-
-    @property
-    def kept(self) -> dict[Worker, Kept]:
-        """What they keep of optimizer states, where workers keep parts."""
-        return {worker: holding.kept for worker, holding in self.paused.items() if holding.kept is not None}
+        return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def addresses(self, moves: Iterable[Move]) -> Addresses:
         """Where each rank of the sources sends layers from."""
@@ -245,18 +235,9 @@ class Step(Effects):
             self.change(slow=self.state.slow.lost(worker))
 
     def lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """The layers that nobody of these has, or of whose optimizer state nobody has all."""
-        holds, partition = self.state.holds, self.rules.partition
-        lost = layers_without_holder({one: held for one, held in holds.items() if one in workers},
-                                     self.rules.placement.layers)
-        if lost or partition is None:
-            return lost
-        return partition.lost({one: kept for one, kept in self.state.kept.items() if one in workers})
+        """The layers that nobody of these has, or of whose state they do not have all."""
+        return self.rules.partition.lost({one: kept for one, kept in self.state.paused.items() if one in workers})
 
     def fetched_for(self, schedule: Schedule) -> tuple[Move, ...]:
         """What workers are to fetch for a schedule, while all train by the present one."""
-        state, placement = self.state, self.rules.placement
-        held = state.held_now(placement)
-        if self.rules.partition is None:
-            return plan_moves(placement.held_by(schedule), held)
-        return self.rules.partition.fetched(schedule, state.current, held, state.cut_for)
+        return self.rules.partition.fetched(schedule, self.state.current, self.state.members, self.state.cut_for)

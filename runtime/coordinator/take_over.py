@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.errors import NobodyLeftError
-from slipstream.runtime.protocol.to_coordinator import Kept, Known
+from slipstream.runtime.protocol.to_coordinator import NOTHING_KEPT, Kept, Known
 from slipstream.runtime.protocol.to_worker import Factor
-from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Worker
 
 FIND_SECONDS = 10.0
@@ -47,11 +46,9 @@ class Found:
     """Those that the dead coordinator has not written."""
     factor: Factor | None
     """Of the last one, where anybody knows one."""
-    holds: Mapping[Worker, frozenset[int]]
-    """The layers of each member that was found; nothing of one that cannot go back to `committed`. Who was about
-    to take part is none."""
     kept: Mapping[Worker, Kept]
-    """And what they keep of optimizer states, where workers keep parts."""
+    """What each member holds that was found; nothing of one that cannot go back to `committed`. Who was about to take
+    part is none."""
     missing: tuple[Worker, ...]
     """Members that were not found."""
 
@@ -81,7 +78,7 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         if known is None:
             if self.losses:
                 return self
-            known = Known(0, (), self.first - 1, (), None, pending=False)
+            known = Known(0, (), self.first - 1, NOTHING_KEPT, None, pending=False)
         new = replace(self, known=self.known.adding(worker, known))
         return new if worker in self.came else replace(new, came=self.came | {worker}, came_last=at)
 
@@ -115,7 +112,7 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         """What to go on from."""
         last = None if self.losses is None else self.first + len(self.losses) - 1
         everyone, last_order = self.known.values(), self._order
-        holders = [known for known in everyone if known.layers and known.order == last_order]
+        holders = [known for known in everyone if known.kept.layers and known.order == last_order]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self.first - 1)
         # A file may end with lines that were given up, where node 0 died before it had removed them.
         stepped = min((known.iteration - known.behind for known in holders), default=before if last is None else last)
@@ -130,10 +127,8 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         return Found(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
                      losses=(*written, *(told.get(iteration, math.nan) for iteration in unwritten)),
                      missing=tuple(sorted(self.missing)) if last_order else (),
-                     holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
-                            for worker, known in self.known.items() if known.order or not last_order},
-                     kept={worker: known.kept for worker, known in self.known.items()
-                           if known.kept is not None and _fits(known, committed)})
+                     kept={worker: known.kept if _fits(known, committed) else NOTHING_KEPT
+                           for worker, known in self.known.items() if known.order or not last_order})
 
 
 def _fits(known: Known, committed: int) -> bool:

@@ -19,7 +19,6 @@ from slipstream.runtime.coordinator.questions import ScheduleFound
 from slipstream.runtime.coordinator.run_state import (
     Finishing,
     Gathering,
-    Holding,
     Present,
     Rules,
     RunState,
@@ -44,7 +43,6 @@ from slipstream.runtime.protocol.to_coordinator import (
     Validated,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave
-from slipstream.schedules.layers import layers_in
 from slipstream.schedules.schedule import Worker
 
 VAIN = 2
@@ -276,7 +274,7 @@ def _paused(step: Step, report: Paused) -> None:
     state, worker = step.state, report.worker
     if report.order != state.order or worker not in state.members or worker in state.paused:
         return
-    step.change(paused=state.paused.adding(worker, Holding(layers_in(report.layers), report.kept)))
+    step.change(paused=state.paused.adding(worker, report.kept))
     if report.reason is not None:
         if isinstance(state.phase, Training) and not state.phase.ended:
             step.change(recovery=state.recovery.broke(
@@ -327,13 +325,13 @@ def _leaving(step: Step, worker: Worker) -> None:
 def _take_over(step: Step, phase: Rejoining) -> None:
     """Go on with the workers of another coordinator, as if they had paused."""
     found = phase.found()
-    members = frozenset(found.holds)
+    members = frozenset(found.kept)
     step.do(found)
     step.do(CoordinatorRestarted(live=len(members)))
     why = f"node 0 was started anew, and has found {len(members)} workers"
     state = step.state
-    paused = PersistentMap((one, Holding(layers, found.kept.get(one))) for one, layers in found.holds.items())
-    step.change(phase=Training(ended=True), order=found.order, members=members, paused=paused,
+    step.change(phase=Training(ended=True), order=found.order, members=members,
+                paused=PersistentMap(found.kept.items()),
                 log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
     step.change(lost=PersistentMap([*state.lost.items(), *((worker, Loss(reason)) for worker, reason in reasons)]))

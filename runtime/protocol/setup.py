@@ -68,7 +68,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: FormSpec | None = None
     """Of every micro-batch that the data give; None: whatever they are."""
     failure_domains: tuple[tuple[Worker, ...], ...] = ()
-    """Which workers share a machine (`runtime.failure_domains`), where they keep parts of each other's states."""
+    """Which workers share a machine (`runtime.failure_domains`), where state is sharded."""
     loss_scale: float
     microbatches: tuple[int, ...] = (1,)
     """Of each pipeline in an iteration."""

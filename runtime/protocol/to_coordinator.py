@@ -1,13 +1,13 @@
 """Messages from workers and node agents to the coordinator."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
 from slipstream.runtime.protocol.channel import Decoder
 from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.runtime.replay.recorder import OpTime
-from slipstream.schedules.layers import LayerRange
+from slipstream.schedules.layers import LayerRange, joined_ranges, layers_in
 from slipstream.schedules.measured_trace import MeasuredOp
 from slipstream.schedules.schedule import Worker
 
@@ -38,20 +38,28 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker keeps of layers' optimizer states, where it keeps parts (`runtime.model.state.parts`)."""
+    """What a worker holds: layers, and of their parameters and optimizer states what it keeps up to date itself
+    (`runtime.model.state.parts`)."""
 
-    parts: tuple[tuple[int, int, int], ...]
+    layers: tuple[LayerRange, ...] = ()
+    """Those of the model that it holds: ascending ranges that do not touch."""
+    parts: tuple[tuple[int, int, int], ...] = ()
     """Each a layer and the elements [start, stop) of it."""
-    whole_after: int | None
+    whole_after: int | None = None
     """The iteration after which it has the whole parameters of its layers; None: it lacks some."""
 
 
-def kept_by_all(ranks: Iterable[Kept | None]) -> Kept | None:
+NOTHING_KEPT = Kept()
+
+
+def kept_by_all(ranks: Sequence[Kept]) -> Kept:
     """What all ranks of a worker keep: they have cut alike, but some may have been stopped before they did, or before
-    they stepped; None: no rank says."""
-    found = [kept for kept in ranks if kept is not None]
-    return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
-                found[0].whole_after if len({kept.whole_after for kept in found}) == 1 else None) if found else None
+    they stepped."""
+    first = ranks[0]
+    layers = frozenset.intersection(*(layers_in(kept.layers) for kept in ranks))
+    return Kept(joined_ranges((layer, layer + 1) for layer in layers),
+                tuple(part for part in first.parts if all(part in kept.parts for kept in ranks)),
+                first.whole_after if len({kept.whole_after for kept in ranks}) == 1 else None)
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -63,8 +71,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """The workers of the grid that took no part in that."""
     iteration: int
     """The last that it has stepped, or may have: it can go back by this one, but not beyond `begun`."""
-    layers: tuple[LayerRange, ...]
-    """Those of the model that it holds, as in `Paused`."""
+    kept: Kept
     validated: Factor | None
     """Of the last iteration of which it knows."""
     pending: bool
@@ -74,8 +81,6 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     losses: dict[int, float] = {}
     """Of the last committed iterations, as it was told (`Acknowledged`), where they are finite; where steps depend on
     all gradients, also of those that it has stepped since."""
-    kept: Kept | None = None
-    """As in `Paused`."""
     behind: bool = False
     """Whether one of its processes has not stepped `iteration`."""
 
@@ -153,14 +158,11 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     order: int
-    layers: tuple[LayerRange, ...]
-    """Those of the model that it holds: ascending ranges that do not touch."""
+    kept: Kept
     validated: Factor | None
     """Of the last iteration of which it knows."""
     reason: str | None
     """An error, which ends the order for all; None when it stopped as told."""
-    kept: Kept | None = None
-    """None: of the layers that it holds, everything."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):

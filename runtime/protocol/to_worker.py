@@ -22,19 +22,14 @@ class Factor(msgspec.Struct, frozen=True, array_like=True):
     factor: float | None
 
 
-ALL = -1
-"""Elements of a layer."""
-
-
 class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Elements [start, stop) of a layer that `target` lacks and gets from `source`."""
 
     target: Worker
     source: Worker
     layer: int
-    start: int = 0
-    stop: int = ALL
-    """ALL: the whole layer, as where workers keep whole ones."""
+    start: int
+    stop: int
     state: bool = True
     """With the optimizer's state, else parameters alone."""
 
@@ -79,8 +74,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     moves: tuple[Move, ...] = ()
     """Made before the first op, while all wait."""
     cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
-    """Where workers keep parts, the ranges whose parts stay as they are, as some have gone who keep them: with those by
-    whom they are cut (`runtime.model.state.parts.Cut.left`)."""
+    """The ranges whose parts stay as they are, as some have gone who keep them: with those by whom they are cut
+    (`runtime.model.state.parts.Cut.left`)."""
     addresses: Addresses = ()
     """Of their sources."""
     fetch: int = 0
@@ -109,7 +104,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
     factor: Factor | None = None
     moves: tuple[Move, ...] = ()
-    """What the writers lack, where workers keep parts of layers' optimizer states."""
+    """What the writers lack."""
     addresses: Addresses = ()
     """Of their sources."""
 

@@ -99,10 +99,9 @@ class Generation:
         pending = watched and reached >= begins and (validated is None or validated.iteration < reached)
         losses = self._training.steps.losses if self._training is not None else ()
         return Known(self.order, self._schedule.failed, reached,
-                     self._context.layer_store.ranges, validated, pending,
+                     self._context.layer_store.kept(), validated, pending,
                      max(begins - 1, self._context.layer_store.holding.cannot_undo),
-                     {iteration: loss for iteration, loss in losses if math.isfinite(loss)},
-                     self._context.layer_store.kept())
+                     {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
 
     def acknowledged(self, message: Acknowledged) -> None:
         """The coordinator has acknowledged a report."""
@@ -197,8 +196,7 @@ class Generation:
     def _say_paused(self, reason: str | None) -> None:
         self.paused = True
         self._context.channel.send(Paused(self._context.worker, self.order,
-                                          self._context.layer_store.ranges, self._validated, reason,
-                                          self._context.layer_store.kept()))
+                                          self._context.layer_store.kept(), self._validated, reason))
 
     def _connect(self) -> None:
         context, training = self._context, self._context.config.training

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.model.state.followed_part import CopiedPart, FollowedPart
-from slipstream.runtime.model.state.part_state import PartState, elements_of, require_fits
+from slipstream.runtime.model.state.part_state import PartState, require_fits
 from slipstream.runtime.protocol.authentication import Secret, introduce
-from slipstream.runtime.protocol.to_worker import ALL, Move
+from slipstream.runtime.protocol.to_worker import Move
 from slipstream.runtime.replay.sockets import Sockets, sockets_of
 from slipstream.runtime.replay.transfers import TIMEOUT, CommunicationError
 from slipstream.runtime.worker.layer_messages import (
@@ -51,7 +51,6 @@ class Sender(NamedTuple):
 
     address: Address
     parts: tuple[PartName, ...]
-    """Where they end at ALL: whole layers."""
 
 
 class LayerFetch(NamedTuple):
@@ -158,7 +157,7 @@ class LayerReceiver:
 
 
 class _Transfer:
-    """One fetch: a thread finds what whole layers consist of, then one for each sender applies its messages."""
+    """One fetch: a thread for each sender applies its messages."""
 
     def __init__(self, fetch: LayerFetch, *, module: Module, follow: Follow, device: torch.device,
                  secret: Secret, events: ReceiverEvents) -> None:
@@ -168,8 +167,6 @@ class _Transfer:
         self._follow = follow
         self._device = device
         self._events = events
-        self._asked: dict[Worker, tuple[PartName, ...]] = {}
-        """What each sender is asked for."""
         self.parts: dict[PartName, FollowedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
@@ -178,7 +175,9 @@ class _Transfer:
         """That of each sender."""
         self._broken: str | None = None
         self._over = False
-        threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
+        for source, sender in fetch.senders.items():
+            threading.Thread(target=self._receive, args=(source, sender), daemon=True,
+                             name=f"layers from {source}").start()
 
     def take(self, order: int, require: Callable[[], None]) -> None:
         """Wait until all is here. See `LayerReceiver.take`."""
@@ -203,24 +202,6 @@ class _Transfer:
         with self._changed:
             return sockets_of(self._connections)
 
-    def _start(self) -> None:
-        try:
-            for source, sender in self.fetch.senders.items():
-                self._asked[source] = tuple(one for part in sender.parts if not self._over for one in (
-                    [part] if part.stop != ALL else self._parts_of(part.layer)))
-        except Exception as error:
-            self._break(f"building its layers failed: {type(error).__name__}: {error}")
-            return
-        for source, sender in self.fetch.senders.items():
-            threading.Thread(target=self._receive, args=(source, sender), daemon=True,
-                             name=f"layers from {source}").start()
-
-    def _parts_of(self, layer: int) -> list[PartName]:
-        """A whole layer: what is cut, and each parameter that is not. What is not trained comes with the first."""
-        elements = elements_of(self._module(layer))
-        spans = [*([(0, elements.cut)] if elements.cut else ()), *elements.whole_spans] or [(0, 0)]
-        return [PartName(layer, start, stop, True) for start, stop in spans]
-
     def _receive(self, source: Worker, sender: Sender) -> None:
         """Apply the messages of one sender, until the end."""
         if self._device.type == "cuda":
@@ -230,7 +211,7 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
-                    request = LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.order)
+                    request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order)
                     keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
@@ -263,7 +244,7 @@ class _Transfer:
 
     def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
         name = message.part
-        if name not in self._asked[sender]:
+        if name not in self.fetch.senders[sender].parts:
             raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
         part = PartState(name.layer, name.start, name.stop, tensors, name.state, message.iteration - 1)
         module, stepped = self._module(name.layer), name.state and self.fetch.follow
@@ -273,12 +254,12 @@ class _Transfer:
             self._events.loaded(message.iteration)
 
     def _part(self, sender: Worker, name: PartName) -> FollowedPart:
-        if name not in self._asked[sender] or name not in self.parts:
+        if name not in self.fetch.senders[sender].parts or name not in self.parts:
             raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
         return self.parts[name]
 
     def _go_back(self, sender: Worker, begins: OrderBegins) -> None:
-        for part in self._asked[sender]:
+        for part in self.fetch.senders[sender].parts:
             self._part(sender, part).go_back(begins.iteration)
         with self._changed:
             self._orders[sender] = begins.order

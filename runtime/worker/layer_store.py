@@ -15,7 +15,7 @@ from slipstream.runtime.model.layers.worker_group import first_rank, worker_grou
 from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
-from slipstream.runtime.model.state.parts import Cut, Elements
+from slipstream.runtime.model.state.parts import Cut, Elements, Span, without
 from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.schedules.layers import LayerRange, joined_ranges
@@ -90,19 +90,18 @@ class LayerStore:
         self.holding.keep(self._modules(cuts), cuts, worker, self._received, after, self._filled)
         self._received, self._built, self._filled = [], {}, frozenset()
 
-    def kept(self) -> Kept | None:
-        """What is kept, where workers keep parts of layers' states; else `ranges` say it."""
-        if not self.holding.keeps_parts:
-            return None
-        return Kept((*((layer, *span) for layer, spans in self.holding.optimizer.kept.items() for span in spans),
-                     *((one.layer, one.start, one.stop) for one in self._received if one.state)),
+    def kept(self) -> Kept:
+        """The layers that are held, with those that have come whole for an order, and the parts of them that are kept
+        or have come."""
+        came = dict[int, list[Span]]()
+        for one in self._received:
+            if one.state:
+                came.setdefault(one.layer, []).append((one.start, one.stop))
+        whole = [layer for layer, spans in came.items() if not without((0, self.elements(layer).total), spans)]
+        return Kept(joined_ranges((layer, layer + 1) for layer in {*self.holding.modules, *whole}),
+                    tuple((layer, *span) for states in (self.holding.optimizer.kept, came)
+                          for layer, spans in states.items() for span in spans if span[0] < span[1]),
                     self.holding.optimizer.whole_after)
-
-    @property
-    def ranges(self) -> tuple[LayerRange, ...]:
-        """The layers that are held; where they are kept whole, with those that have come for an order."""
-        came = () if self.holding.keeps_parts else {one.layer for one in self._received}
-        return joined_ranges((layer, layer + 1) for layer in (*self.holding.modules, *came))
 
     def keeps(self, part: PartName) -> bool:
         """Whether a part of a layer is kept, or has been read or received."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from slipstream.runtime.model.checkpoints.checkpoint import CheckpointError
-from slipstream.runtime.model.state.holding import keeps_parts
 from slipstream.runtime.model.state.part_state import PartState
 from slipstream.runtime.model.state.parts import cuts_of
 from slipstream.runtime.protocol.to_coordinator import Note
@@ -23,17 +22,16 @@ def take_layers(part: OrderContext) -> None:
     """
     order, context, store = part.order, part.context, part.context.layer_store
     context.injector.at(order.first_iteration, "met")
-    in_parts = keeps_parts(context.config.training)
     if order.restore is not None:
         _restore(part, next((layers for worker, layers in order.restore if worker == part.worker), ()))
     elif order.first_iteration == context.setup.first_iteration:
-        if in_parts:
+        if context.config.training.shard_optimizer:  # of the layers that it holds, it may keep other parts
             store.clear()
         store.read(context.placement.held(part.schedule, part.worker) - store.holding.modules.keys(),
                    order.first_iteration)
     part.activity.begins(f"{WAITS} for layers to move")
     store.receive(move_layers(context, order, part.session.require, order.fetch))
-    if in_parts or order.moves or order.fetch:
+    if order.moves or order.fetch:
         part.session.wait_for_all()
     cuts = cuts_of(context.placement.reduced(part.schedule, part.worker), dict(order.cut_for), store.elements,
                    context.setup.failure_domains, sharded=context.config.training.shard_optimizer)

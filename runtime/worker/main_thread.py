@@ -13,7 +13,16 @@ import msgspec
 
 from slipstream.runtime.processes.worker_start import WorkerSpec
 from slipstream.runtime.protocol.rendezvous import RendezvousError, connect_store
-from slipstream.runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
+from slipstream.runtime.protocol.to_coordinator import (
+    NOTHING_KEPT,
+    Checkpoints,
+    Heartbeat,
+    JoinWorker,
+    Known,
+    Leaving,
+    Ready,
+    Status,
+)
 from slipstream.runtime.protocol.to_worker import (
     KEPT_CONTENTS,
     Acknowledged,
@@ -200,11 +209,12 @@ class MainThread:
             self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
             return msgspec.structs.replace(known, losses=self._losses)
         if self._finish_order is None:
-            return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False, losses=self._losses)
+            return Known(0, (), self._context.setup.first_iteration - 1, NOTHING_KEPT, None, pending=False,
+                         losses=self._losses)
         return Known(
             self._finish_order.order, self._down, self._finish_order.first_iteration - 1,
-            self._context.layer_store.ranges, self._finish_order.factor, pending=False,
-            begun=self._finish_order.first_iteration - 1, losses=self._losses, kept=self._context.layer_store.kept())
+            self._context.layer_store.kept(), self._finish_order.factor, pending=False,
+            begun=self._finish_order.first_iteration - 1, losses=self._losses)
 
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation

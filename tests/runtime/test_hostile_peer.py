@@ -38,6 +38,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     Injected,
     JoinNode,
     JoinWorker,
+    Kept,
     Note,
     Paused,
     Ran,
@@ -208,7 +209,8 @@ def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body
 
 def test_a_peer_with_the_secret_that_says_what_cannot_be_ends_its_own_connection(victim):
     wrong = [Ran(ABSENT, 1, 10**9, 0.0, 0.1), Validated(1, Factor(10**9, None)),
-             Paused(ABSENT, 1, ((0, 99),), None, None), Paused(ABSENT, 1, ((0, 1),), Factor(-7, 1.0), None),
+             Paused(ABSENT, 1, Kept(((0, 99),)), None, None), Paused(ABSENT, 1, Kept(parts=((99, 0, 1),)), None, None),
+             Paused(ABSENT, 1, Kept(((0, 1),)), Factor(-7, 1.0), None),
              Injected(ABSENT, 10**6, 0.0)]
     harmless = [Finished(ABSENT, 1, {"weight": "x"}), FetchFailed(ABSENT, 9), Heartbeat(), Ran(ABSENT, 9, 3, 0.0, 0.1),
                 Note(ABSENT, "\x1b[2Jall is lost\n" + "x" * 10**5)]

@@ -26,11 +26,6 @@ from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
 
 
-def keeps_parts(config: TrainingConfig) -> bool:
-    """Whether optimizers keep parts of layers' states, or master weights (`runtime.model.state.part_optimizer`)."""
-    return config.shard_optimizer or config.master_weights
-
-
 def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
     """In which gradients are added up; None: that of each parameter."""
     if not config.master_weights:
@@ -59,11 +54,6 @@ class Holding:
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
         self.reduce_by(joined_ranges((layer, layer + 1) for layer in self.modules))
-
-    @property
-    def keeps_parts(self) -> bool:
-        """See `keeps_parts`."""
-        return keeps_parts(self._config)
 
     def clear(self) -> None:
         """Hold nothing."""

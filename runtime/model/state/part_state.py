@@ -1,4 +1,4 @@
-"""Parts of layers' states: what one worker gives another, or a checkpoint holds, where workers keep parts of it."""
+"""Parts of layers' states: what one worker gives another, or a checkpoint holds."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple

@@ -14,11 +14,12 @@ from slipstream.runtime.protocol.to_coordinator import (
     Started,
 )
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
-from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import Worker
+from tests.runtime.coordinator.holding import holding, partition
 
-PLACEMENT = Placement([0, 2, 4])
+PARTITION = partition([0, 2, 4])
+PLACEMENT = PARTITION.placement
 ITERATIONS = 12
 RANKS = 2
 """Processes of a worker that has several."""
@@ -50,8 +51,8 @@ class Counting:
         self.layers = dict.fromkeys(self.layers, committed + 1)
         self.reached = committed
 
-    def ranges(self):
-        return tuple((layer, layer + 1) for layer in sorted(self.layers))  # touching ones do no harm here
+    def holding(self):
+        return holding(*((layer, layer + 1) for layer in sorted(self.layers)))  # touching ones do no harm here
 
     def hear(self) -> None:
         message = self.inbox.popleft()
@@ -154,7 +155,7 @@ class Counting:
     def pause(self, reason=None) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.order, self.ranges(), None, reason))
+            self.said.append(Paused(self.worker, self.order.order, self.holding(), None, reason))
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
@@ -182,8 +183,8 @@ class Counting:
 
     def known(self):
         if self.order is None:
-            return Known(0, (), -1, (), None, False)
-        return Known(self.order.order, self.failed, self.reached, self.ranges(), None, False,
+            return Known(0, (), -1, holding(), None, False)
+        return Known(self.order.order, self.failed, self.reached, self.holding(), None, False,
                      self.order.first_iteration - 1, self.losses)
 
 

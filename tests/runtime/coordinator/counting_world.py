@@ -18,7 +18,7 @@ from slipstream.runtime.events import WentBack
 from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
-from tests.runtime.coordinator.counting_workers import ITERATIONS, PLACEMENT, RANKS, Counting, Rank
+from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Counting, Rank
 from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for
 from tests.runtime.test_going_back import on_the_spot
@@ -26,7 +26,7 @@ from tests.runtime.test_going_back import on_the_spot
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 FIRST = schedule_for(WIDE)
 ANSWERING = ScheduleService(FIRST.grid, Finders(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
-RULES = Rules(first=FIRST, iterations=range(ITERATIONS), placement=PLACEMENT, prepared=ANSWERING.prepared,
+RULES = Rules(first=FIRST, iterations=range(ITERATIONS), partition=PARTITION, prepared=ANSWERING.prepared,
               automatic_checkpoints=True)
 ACT_SECONDS = 0.05
 """From one thing that happens to the next."""
@@ -167,7 +167,7 @@ class World:
                 assert self.deaths or self.went_back
                 self.unknown.add(unwritten)
         for worker in list(self.workers):
-            if worker not in found.holds:
+            if worker not in found.kept:
                 self.forget(worker)
 
     def forget(self, worker) -> None:

@@ -9,6 +9,7 @@ from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker
 from slipstream.runtime.protocol.rendezvous import Rendezvous, listen
@@ -29,6 +30,7 @@ from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish
 from slipstream.runtime.run_options import Resilience, RunOptions
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.coordinator.holding import holding
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import SECRET, talk
 
@@ -130,7 +132,7 @@ class Talker:
             case Acknowledged():
                 self._run(message.order, message.iteration + 1)
             case EndOrder():
-                self.say(Paused(self.worker, message.order, ((0, 4),), None, None))
+                self.say(Paused(self.worker, message.order, holding((0, 4)), None, None))
             case ReportStatus():
                 self.say(self.status)
             case Finish():
@@ -143,7 +145,7 @@ class Talker:
         elif iteration < SETUP.iterations:
             self.say(Ran(self.worker, order, iteration, 1.0, 0.1))
         else:
-            self.say(Paused(self.worker, order, ((0, 4),), None, None))
+            self.say(Paused(self.worker, order, holding((0, 4)), None, None))
 
 
 class World:
@@ -156,7 +158,7 @@ class World:
         self.events = EventLoop(
             Run(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET, out=out,
                 forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
-                options=RunOptions(notify=self.told.append)),
+                options=RunOptions(notify=self.told.append), elements=[Elements(1)] * 4),
             CommitLog(), self._losses, self.processes, EventLog(out))
         self.talkers, self.address, self.agent = {}, None, None
 

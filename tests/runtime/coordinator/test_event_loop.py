@@ -32,6 +32,7 @@ from slipstream.runtime.protocol.to_node_agent import NodeTaken
 from slipstream.runtime.run_folder import holder, locked
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator import talking
+from tests.runtime.coordinator.holding import holding
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import talk
@@ -370,7 +371,7 @@ def test_what_all_workers_meet_is_said_once(tmp_path):
         first = next(iter(world.talkers.values()))
         first.say(Note(first.worker, "something else"))
         await until(lambda: "something else" in world.told)
-        first.say(Paused(first.worker, 1, ((0, 4),), None, "the end of the test"))
+        first.say(Paused(first.worker, 1, holding((0, 4)), None, "the end of the test"))
 
     world = World(tmp_path, lambda _: schedule_for(JOB))
     world.play(script, stops_before=2)
@@ -387,7 +388,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
         first.say(Note(first.worker, wild))
         first.status = Status(first.worker, wild, 1.0, waits=True)
         await until(lambda: any("nothing has been committed" in line for line in world.told))
-        second.say(Paused(second.worker, 1, ((0, 4),), None, wild))
+        second.say(Paused(second.worker, 1, holding((0, 4)), None, wild))
 
     world = World(tmp_path, lambda _: schedule_for(JOB), stall_timeout_seconds=0.3)
     world.play(script, stops_before=2)

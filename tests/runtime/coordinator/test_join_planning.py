@@ -3,9 +3,9 @@
 from slipstream.runtime.coordinator.effects import Effects, Send
 from slipstream.runtime.coordinator.join_planning import Join, Joins
 from slipstream.runtime.events import FetchBegun, FetchProgressed
-from slipstream.runtime.protocol.to_worker import Move
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.coordinator.holding import move
 from tests.runtime.running import schedule_for
 
 ONE, OTHER, SOURCE = Worker(0, 0), Worker(0, 1), Worker(1, 0)
@@ -14,7 +14,7 @@ ALL = (ONE, OTHER, SOURCE)
 
 def join(**options):
     return Join(schedule=schedule_for(grid(2, 2, 2)), began=5,
-                **{"order": 1, "moves": (Move(ONE, SOURCE, 0),), **options})
+                **{"order": 1, "moves": (move(ONE, SOURCE, 0),), **options})
 
 
 def begun(joins, one, to):
@@ -27,7 +27,7 @@ def numbers(to):
 
 def test_the_share_that_has_come_is_one_of_layers_and_counts_each_worker_once():
     to = Effects(0.0)
-    moves = (*(Move(ONE, SOURCE, layer) for layer in range(3)), Move(OTHER, SOURCE, 3))
+    moves = (*(move(ONE, SOURCE, layer) for layer in range(3)), move(OTHER, SOURCE, 3))
     joins = begun(Joins(), join(moves=moves), to)
     (number,) = numbers(to)
     for worker in (OTHER, OTHER, SOURCE):

@@ -24,11 +24,11 @@ from slipstream.runtime.events import (
     Slowed,
 )
 from slipstream.runtime.protocol.to_coordinator import Known, Ready
-from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.clock import Clock
 from tests.runtime.coordinator.driving import prepared
+from tests.runtime.coordinator.holding import holding, partition
 from tests.runtime.running import schedule_for
 
 WORKERS = ONE, OTHER, THIRD, FOURTH = [Worker(pipeline, column) for pipeline in range(2) for column in range(2)]
@@ -76,7 +76,7 @@ def test_a_machine_fails_once(journal):
 def test_it_goes_on_as_the_one_before_would_have(journal):
     found = journal(BEGINS, Slowed(worker=ONE, factor=1.98), Failed(worker=FOURTH, reason="x"),
                     CheckpointWritten(checkpoint=3, took=0.5), CheckpointWritten(checkpoint=6, took=1.5))
-    rules = Rules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), placement=Placement([0, 2, 4]),
+    rules = Rules(first=schedule_for(grid(2, 2, 2)), iterations=range(100), partition=partition([0, 2, 4]),
                   prepared=prepared, plans_for_speeds=True, settles=Cost([1] * 4, None), automatic_checkpoints=True)
     at = time.monotonic()
     state = begun(rules, CommitLog(), at, Rejoining(
@@ -85,7 +85,7 @@ def test_it_goes_on_as_the_one_before_would_have(journal):
     assert state.settler.failures == 1 and AGO - 1 < at - state.settler.began < AGO + 60
     assert state.checkpoints.newest == 6 and AGO - 1 < at - state.checkpoints.began < AGO + 60
     for worker in WORKERS[:3]:
-        known = Known(4, (FOURTH,), 7, ((2 * worker.column, 2 * worker.column + 2),), None, pending=False)
+        known = Known(4, (FOURTH,), 7, holding((2 * worker.column, 2 * worker.column + 2)), None, pending=False)
         state, _ = transition(rules, state, Ready(worker, "corpus", (("127.0.0.1", 1),), known=known), at)
     state, effects = transition(rules, state, Look(), at)
     asked = [effect for effect in effects if isinstance(effect, Question)]

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.runtime.coordinator.part_moves import Partition
 from slipstream.runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
-from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.replay.placement import place
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.relabel import relabel
@@ -48,12 +48,11 @@ def workers(*names):
 @pytest.mark.parametrize("undone", [(), ("3.0", "0.1")])
 def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
     old = keepers(WHOLE, 5)
-    left = {worker: kept if str(worker) not in undone else Kept(kept.parts, None)
+    left = {worker: kept if str(worker) not in undone else replace(kept, whole_after=None)
             for worker, kept in old.items() if worker not in workers(*dead)}
-    holds = {worker: layers for worker, layers in PLACEMENT.held_by(WHOLE).items() if worker in left}
     assert partition().lost(left) == []
     schedule = schedule_for(JOB, dead)
-    moves, cuts = partition().moves(schedule, left, holds, 5), cuts_of(schedule)
+    moves, cuts = partition().moves(schedule, left, 5), cuts_of(schedule)
     for worker, layers in PLACEMENT.held_by(schedule).items():
         needs = parts_of(worker, {one: its for one, its in cuts.items() if worker in its.members},
                          ELEMENTS.__getitem__)
@@ -98,10 +97,10 @@ def test_while_all_train_whole_parts_are_fetched_and_nothing_is_left_to_move(dow
                 assert without(span, [*had, *got]) == ()
             if worker not in old:
                 assert without((0, ELEMENTS[layer].total), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
-    assert one.moves(schedule, old, held, 5, moves) == ()
+    assert one.moves(schedule, old, 5, moves) == ()
     back = next(iter(sorted(old.keys() & new.keys())))
-    undone = {**old, back: Kept(old[back].parts, None)}
-    assert {(move.target, move.state) for move in one.moves(schedule, undone, held, 5, moves)} <= {(back, False)}
+    undone = {**old, back: replace(old[back], whole_after=None)}
+    assert {(move.target, move.state) for move in one.moves(schedule, undone, 5, moves)} <= {(back, False)}
 
 
 def test_buddies_lost_together_are_noticed_and_layers_read_anew():
@@ -110,7 +109,7 @@ def test_buddies_lost_together_are_noticed_and_layers_read_anew():
     schedule = schedule_for(JOB, ("0.0", "1.0"))
     reads = {worker: tuple(layers) for worker, layers in PLACEMENT.held_by(schedule).items() if worker.pipeline > 2}
     kept = {reader: partition().read(layers, 4) for reader, layers in reads.items()}
-    moves = partition().moves(schedule, kept, reads, 3)
+    moves = partition().moves(schedule, kept, 3)
     assert {move.target for move in moves} == {seat.worker for seat in schedule.seats} - reads.keys()
     assert {move.source for move in moves} <= reads.keys()
 
@@ -119,7 +118,7 @@ def test_buddies_lost_together_are_noticed_and_layers_read_anew():
 def test_who_is_left_out_gives_only_what_nobody_else_has(out):
     """It lives, but takes no part any more: it is slow, or has nothing to do."""
     old, schedule = keepers(WHOLE, 5), schedule_for(JOB, out)
-    moves = partition().moves(schedule, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
+    moves = partition().moves(schedule, old, 5)
     assert bool({move.source for move in moves} & workers(*out)) == (len(out) == 2)
 
 
@@ -136,7 +135,7 @@ def test_writers_get_all_that_they_lack():
 def test_where_all_keep_everything_only_who_comes_gets_something():
     old = keepers(schedule_for(JOB, ["2.1"]), 5, sharded=False)
     assert partition(sharded=False).to_writers({0: Worker(3, 0)}, old) == ()
-    moves = partition(sharded=False).moves(WHOLE, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
+    moves = partition(sharded=False).moves(WHOLE, old, 5)
     assert {move.target for move in moves} == {Worker(2, 1)}
     assert sum(move.stop - move.start for move in moves) == sum(its.total for its in ELEMENTS[2:])
 
@@ -167,8 +166,8 @@ def test_who_is_left_goes_on_with_what_it_keeps_and_then_all_is_cut_anew(deaths)
         assert stay == {PLACEMENT.range_of(schedule.grid.layers_of(column)): tuple(
             Worker(pipeline, column) for pipeline in range(4)) for column in changed}
         undone = min(held)
-        assert one.moves(schedule, kept, held, 5, cut_for=stay) == ()
-        lacking = one.moves(schedule, {**kept, undone: Kept(kept[undone].parts, None)}, held, 5, cut_for=stay)
+        assert one.moves(schedule, kept, 5, cut_for=stay) == ()
+        lacking = one.moves(schedule, {**kept, undone: replace(kept[undone], whole_after=None)}, 5, cut_for=stay)
         assert lacking and {(move.target, move.state) for move in lacking} == {(undone, False)}
         then = one.keepers(schedule, 5, stay)
         assert {worker: {*its.parts} for worker, its in then.items()} == {
@@ -178,7 +177,7 @@ def test_who_is_left_goes_on_with_what_it_keeps_and_then_all_is_cut_anew(deaths)
     steppers = one.keepers(schedule, 5, stay, Cut.stepped)
     assert moves and all((move.layer, move.start, move.stop) in steppers[move.source].parts
                          for move in moves if move.state), "buddies are behind"
-    assert one.moves(schedule, kept, held, 5, moves) == ()
+    assert one.moves(schedule, kept, 5, moves) == ()
 
 
 def test_all_is_cut_anew_at_once_where_some_part_has_no_keeper_left_or_nothing_would_move():
@@ -187,7 +186,7 @@ def test_all_is_cut_anew_at_once_where_some_part_has_no_keeper_left_or_nothing_w
     left = {worker: kept for worker, kept in keepers(WHOLE, 5).items() if worker in schedule.seat_of}
     assert one.left(schedule, WHOLE, {}, left) == {}
     alone = schedule_for(JOB, ("0.0", "1.0", "2.0"))
-    everything = {worker: Kept(tuple((layer, 0, ELEMENTS[layer].total) for layer in layers), 5)
+    everything = {worker: partition().read(layers, 6)
                   for worker, layers in PLACEMENT.held_by(alone).items()}
     assert one.left(alone, schedule, {}, everything) == {}
     assert partition(sharded=False).left(schedule, WHOLE, {}, left) == {}

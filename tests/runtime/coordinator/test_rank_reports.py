@@ -17,6 +17,7 @@ from slipstream.runtime.protocol.to_coordinator import (
 )
 from slipstream.runtime.protocol.to_worker import Factor
 from slipstream.schedules.schedule import Worker
+from tests.runtime.coordinator.holding import holding
 
 WORKER, OTHER = Worker(0, 1), Worker(1, 1)
 
@@ -54,20 +55,20 @@ def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):
 
 
 def test_one_that_has_lost_somebody_has_the_others_stop_and_its_reason_counts(reports):
-    assert reports.take(WORKER, 1, Paused(WORKER, 4, ((0, 3),), None, "peer gone")) is None
+    assert reports.take(WORKER, 1, Paused(WORKER, 4, holding((0, 3)), None, "peer gone")) is None
     assert reports.broken == [(WORKER, 4)]
-    whole = reports.take(WORKER, 0, Paused(WORKER, 4, ((0, 2),), Factor(7, 0.5), "the order is over"))
-    assert whole == Paused(WORKER, 4, ((0, 2),), Factor(7, 0.5), "peer gone") and len(reports.broken) == 1
+    whole = reports.take(WORKER, 0, Paused(WORKER, 4, holding((0, 2)), Factor(7, 0.5), "the order is over"))
+    assert whole == Paused(WORKER, 4, holding((0, 2)), Factor(7, 0.5), "peer gone") and len(reports.broken) == 1
 
 
 def test_one_that_has_stopped_as_told_waits_for_the_others(reports):
-    stopped = Paused(WORKER, 4, ((0, 2),), None, None)
+    stopped = Paused(WORKER, 4, holding((0, 2)), None, None)
     assert reports.both(stopped, stopped) == stopped and not reports.broken
 
 
 def test_what_was_said_of_an_order_that_is_over_counts_no_more(reports):
     reports.take(WORKER, 0, ran(5, 0.5, 1.0))
-    stopped = Paused(WORKER, 1, (), None, None)
+    stopped = Paused(WORKER, 1, holding(), None, None)
     reports.both(stopped, stopped)
     assert reports.take(WORKER, 1, ran(5, 0.5, 2.0)) is None
     reports.forget(WORKER)
@@ -82,12 +83,13 @@ def test_each_rank_says_where_it_gives_layers(reports):
 
 def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
     def known(order, iteration, layers, **more):
-        return Ready(WORKER, "corpus", (("a", 1),), known=Known(order, (WORKER,), iteration, layers, None, **more))
+        return Ready(WORKER, "corpus", (("a", 1),),
+                     known=Known(order, (WORKER,), iteration, holding(layers), None, **more))
 
-    ahead, behind = known(3, 8, ((0, 3),), pending=True), known(3, 7, ((0, 3),), pending=False, losses={7: 1.5})
-    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, ((0, 3),), None, pending=True, losses={7: 1.5},
-                                                      behind=True)
-    assert reports.both(known(4, 7, ((0, 3),), pending=False), behind).known.layers == ()  # one has not got the order
+    ahead, behind = known(3, 8, (0, 3), pending=True), known(3, 7, (0, 3), pending=False, losses={7: 1.5})
+    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, holding((0, 3)), None, pending=True,
+                                                      losses={7: 1.5}, behind=True)
+    assert reports.both(known(4, 7, (0, 3), pending=False), behind).known.kept == holding()  # one has not got the order
     assert reports.take(WORKER, 0, ahead) is None and reports.incomplete == [WORKER]
     assert reports.take(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None and not reports.incomplete
 

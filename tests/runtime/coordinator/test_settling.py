@@ -17,19 +17,19 @@ from slipstream.runtime.coordinator.transition import transition
 from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
-from slipstream.runtime.replay.placement import Placement
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.check import check
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Seat, Worker
 from tests.jobs import grid
+from tests.runtime.coordinator.holding import holding, partition
 from tests.runtime.failing import Planning, planned
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 4, more="optimizer = 1\n[placement]\nlayers = [4, 4]")
 FIRST = schedule_for(JOB)
 SLOW = Worker(1, 0)
-PLACEMENT = Placement(range(9))
+PARTITION = partition(range(9))
 
 
 class World:
@@ -47,7 +47,7 @@ class World:
         self.answering = ScheduleService(FIRST.grid, Finders(planned(JOB), at_speeds, self.rebalancer),
                                          self.found.append, background=lambda work, done, **_: done(tried(work)))
         self.rules = Rules(
-            first=FIRST, iterations=range(10_000), placement=PLACEMENT, prepared=self.answering.prepared,
+            first=FIRST, iterations=range(10_000), partition=PARTITION, prepared=self.answering.prepared,
             settles=Cost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
         self.state = begun(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}
@@ -95,8 +95,8 @@ class World:
             self.iteration += 1
             if all(one.stop for one in self.acknowledged.values()):
                 for worker in schedule.seat_of:
-                    held = tuple((layer, layer + 1) for layer in sorted(PLACEMENT.held(schedule, worker)))
-                    self.happens(Paused(worker, number, held, None, None))
+                    held = tuple((layer, layer + 1) for layer in sorted(PARTITION.placement.held(schedule, worker)))
+                    self.happens(Paused(worker, number, holding(*held), None, None))
                 assert self.order.order == number + 1
             self.acknowledged.clear()
 

@@ -33,12 +33,12 @@ from slipstream.runtime.protocol.to_coordinator import (
     Ready,
     Started,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Move, ReportCheckpoints, Train
-from slipstream.runtime.replay.placement import Placement
+from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, ReportCheckpoints, Train
 from slipstream.schedules.codec import decode
 from slipstream.schedules.schedule import COMPUTE_KINDS, NoScheduleError, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.coordinator.driving import prepared
+from tests.runtime.coordinator.holding import holding, move, partition
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
@@ -84,7 +84,7 @@ class Run:
         self.back: list[int] = []
         self.events: list[Event] = []
         first = schedule_for(job, [str(BACK)])
-        self.rules = Rules(first=first, iterations=range(100), placement=Placement([0, 2, 4]), prepared=prepared,
+        self.rules = Rules(first=first, iterations=range(100), partition=partition([0, 2, 4]), prepared=prepared,
                            domains=FailureDomains(domains), settles=settles)
         self.state = begun(self.rules, CommitLog(), self.now)
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
@@ -141,7 +141,7 @@ class Run:
     def paused(self, workers=MEMBERS):
         for worker in workers:
             held = (2 * worker.column, 2 * worker.column + 2)
-            self.happens(Paused(worker, self.state.order, (held,), None, None))
+            self.happens(Paused(worker, self.state.order, holding(held), None, None))
 
     def can_read(self, worker, *iterations):
         self.happens(Checkpoints(worker, iterations))
@@ -165,7 +165,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     told = run.last(Fetch)
     assert told == run.last(Fetch, BACK) and (told.number, told.order) == (FIRST_FETCH, 1)
     assert {move.target for move in told.moves} == {BACK}
-    assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
+    assert told.moves == (move(BACK, Worker(0, 1), 2), move(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), (("127.0.0.1", 2),)),)
     assert run.ran(1) == [False] * 3
     run.fetch_up_to_date(FIRST_FETCH)
@@ -252,7 +252,7 @@ def test_between_orders_that_end_before_anybody_has_begun_pauses_grow(run):
         if len(given) < run.state.order:
             given.append(run.state.recovery.ordered_at)
             for worker in MEMBERS:
-                run.happens(Paused(worker, run.state.order, ((0, 4),), None, "refused"))
+                run.happens(Paused(worker, run.state.order, holding((0, 4)), None, "refused"))
         run.now += 0.25
         run.happens(Look())
     pauses = [later - at for at, later in itertools.pairwise(given)]
@@ -408,8 +408,8 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     order = run.last(Train)
     assert order == run.last(Train, BACK) and order.order == 2 and order.first_iteration == 2
     assert order.restore == ((Worker(0, 0), (0, 1, 2, 3)),)
-    assert sorted(order.moves) == [Move(Worker(1, 0), Worker(0, 0), 0), Move(Worker(1, 0), Worker(0, 0), 1),
-                                   Move(BACK, Worker(0, 0), 2), Move(BACK, Worker(0, 0), 3)]
+    assert sorted(order.moves) == [move(Worker(1, 0), Worker(0, 0), 0), move(Worker(1, 0), Worker(0, 0), 1),
+                                   move(BACK, Worker(0, 0), 2), move(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
     recovery = [run.started(worker, 2) for worker in sorted(run.state.members)][-1]
     assert (recovery.went_back_to, recovery.repeated, recovery.returned) == (2, 1, (BACK,))
@@ -430,7 +430,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
         run.can_read(worker, 0, 1, 2)
     assert run.last(Train).first_iteration == 2
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
-        run.happens(Paused(worker, 2, () if worker == BACK else ((0, 2),), None, "it is damaged"))
+        run.happens(Paused(worker, 2, holding() if worker == BACK else holding((0, 2)), None, "it is damaged"))
     run.happens(Look())
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)

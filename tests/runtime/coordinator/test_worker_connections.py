@@ -54,7 +54,7 @@ class Watched:
         self._clock, self._given_up, self.killed = clock, [], []
         self._workers = WorkerConnections(
             Run(schedule=SCHEDULE, setup=setup, shares=SHARES, config=tiny(tensor_parallel=ranks),
-                secret=SECRET, out=out), Killing(self.killed), lambda event: None,
+                secret=SECRET, out=out, elements=()), Killing(self.killed), lambda event: None,
             lambda worker, reason, since: self._given_up.append((worker, reason, round(since, 1))))
         self._processes = [connected(worker, rank) for worker in SCHEDULE.grid.workers() for rank in range(ranks)]
         for one in self._processes:

@@ -94,7 +94,7 @@ class Transfer(_Transfer):
             process = self.world.workers.get(source)
             if process is None:
                 raise ConnectionError("it is gone")
-            one = Receiver(LayerRequest(self._asked[source], None if self.fetch.follow else self.fetch.order))
+            one = Receiver(LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order))
             process.sender._server.receivers.append(one)
             while not self._over:
                 wait_until(lambda: one.queue or one.closed or self._over or process.killed)

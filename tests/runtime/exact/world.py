@@ -45,9 +45,8 @@ def setting(config):
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training), CPU)
     modules = build_holding(model, range(model.layers), training).modules
-    partition = Partition([elements_of(one) for one in modules.values()], PLACEMENT, (), training.shard_optimizer) \
-        if training.shard_optimizer else None
-    rules = Rules(first=FIRST, iterations=range(ITERATIONS), placement=PLACEMENT, prepared=ANSWERING.prepared,
+    partition = Partition([elements_of(one) for one in modules.values()], PLACEMENT, (), training.shard_optimizer)
+    rules = Rules(first=FIRST, iterations=range(ITERATIONS), prepared=ANSWERING.prepared,
                   settles=Cost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
                   partition=partition)
     oracle = judge(config, WIDE.microbatches, ITERATIONS)

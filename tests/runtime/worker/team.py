@@ -89,8 +89,8 @@ class Team:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
         addresses = (LEFT, (left,)), (RIGHT, (right,))
-        moves = (Move(TARGET, LEFT, 0), Move(TARGET, RIGHT, 1), Move(TARGET, LEFT, 2),
-                 Move(LEFT, RIGHT, 1))
+        moves = [Move(target, source, layer, 0, whole(layer).stop) for target, source, layer in (
+            (TARGET, LEFT, 0), (TARGET, RIGHT, 1), (TARGET, LEFT, 2), (LEFT, RIGHT, 1))]
         self.receiver.begin(LayerFetch(number, order, senders_for(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:

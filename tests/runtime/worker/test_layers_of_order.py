@@ -38,14 +38,15 @@ def test_no_layer_is_dropped_before_all_have_theirs():
     for one in (store, other):
         one.holding.optimizer.as_after(0)
         one.holding.gathered(0)
-    order = Train(order=2, first_iteration=1, moves=(Move(OTHER, ONE, 0), Move(ONE, OTHER, 2)), fetch=0,
-                  addresses=((OTHER, (("127.0.0.1", 1),)),), schedule=b"{}")
+    moves = Move(OTHER, ONE, 0, 0, whole(0).stop), Move(ONE, OTHER, 2, 0, whole(2).stop)
+    order = Train(order=2, first_iteration=1, moves=moves, fetch=0, schedule=b"{}",
+                  addresses=((OTHER, (("127.0.0.1", 1),)),))
     fetched = other.holding.optimizer.own_states(2)
     with pytest.raises(CommunicationError):
         take_layers(part_of(store, order, gone, fetched))
-    assert store.holding.modules.keys() == {0, 1} and store.ranges == ((0, 3),) and store.keeps(whole(2))
+    assert store.holding.modules.keys() == {0, 1} and store.kept().layers == ((0, 3),) and store.keeps(whole(2))
     take_layers(part_of(store, order, fetched=fetched))
-    assert store.holding.modules.keys() == {1, 2} and store.ranges == ((1, 3),)
+    assert store.holding.modules.keys() == {1, 2} and store.kept().layers == ((1, 3),)
 
 
 def test_what_node_0_has_asked_to_save_is_forgotten_with_the_order():

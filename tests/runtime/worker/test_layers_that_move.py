@@ -53,7 +53,7 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     assert {part.layer for part in parts} == {0, 1, 2} and team.told.empty()
     store = empty_store(member.training, seed=1)
     store.receive(parts)
-    assert store.ranges == (LAYERS,) and not store.holding.modules
+    assert store.kept().layers == (LAYERS,) and not store.holding.modules
     fetched = hold(store, committed).holding
     for iteration in range(committed + 1, committed + 3):
         compare(store, member.store, iteration - 1)

@@ -117,7 +117,7 @@ def test_what_has_come_is_given_on_before_it_is_taken_into_use(keeper):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     store.receive(keeper.optimizer.kept_states())
     store.keep_parts({(LAYER, LAYER + 1): keeper.store.holding.cuts[LAYER, LAYER + 1]}, MEMBERS[0], 0)
-    assert store.kept() == Kept(keeper.store.kept().parts, 0)
+    assert store.kept() == Kept(((LAYER, LAYER + 1),), keeper.store.kept().parts, 0)
 
 
 @pytest.mark.parametrize(("messages", "reason"), [
