@@ -1,7 +1,7 @@
 """Events of a run: what `events.jsonl` holds, one JSON object a line, as docs/formats.md describes it.
 
 One struct a kind; its name in the file is the class's with underscores (`OrderGiven`: `order_given`). Whoever tells of
-an event fills in the fields of its kind; `runtime.coordinator.event_log` fills in those that all have. Importing this
+an event fills in the fields of its kind; `runtime.coordinator.run_log` fills in those that all have. Importing this
 needs no torch.
 """
 

@@ -21,17 +21,16 @@ from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
-from slipstream.runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from slipstream.runtime.coordinator.metrics import record_metrics
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_log import Progress, RunLog, read_losses
 from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError
-from slipstream.runtime.events import LOSSES, Started
+from slipstream.runtime.events import Started
 from slipstream.runtime.model.checkpoints.checkpoint import identity_of, reopened, require_job, require_whole
 from slipstream.runtime.model.checkpoints.parameters import load_layer
 from slipstream.runtime.model.state.clipping import watches_gradients
@@ -208,27 +207,26 @@ class _Launch:
             fork_server.clean_up("slipstream.runtime.run_folder:remove_lock", lock_of(out, 0).absolute())
             store, store_address = host_store(Rendezvous(opened.host, 0))
             options.announce(opened)
-            log = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
-                            validates=watches_gradients(config.training))
-            losses = None if behind is None else read_losses(out / LOSSES, first)
+            commits = CommitLog(job=self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+                                validates=watches_gradients(config.training))
+            losses = None if behind is None else read_losses(out, first)
             begins = first + len(losses or ())
             writer = stack.enter_context(WriterThread(options.notify))
             metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
                                                          options.tensorboard, writer, options.observe_iteration))
-            event_log = stack.enter_context(EventLog(out, both(metrics.observe, options.observe), writer))
-            event_log.iteration = first
-            event_log.write(_started(self.schedule, config, options))
+            log = stack.enter_context(RunLog(out, begins, writer, metrics=metrics, observer=options.observe,
+                                             progress=self.progress or (lambda *_: None)))
+            log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, read=left.read, epoch=left.epoch)
             alive = [] if adopted is None else find_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
-                self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics, writer)),
+                self._run(setup, settings, behind, losses, alive), commits,
                 self._processes(fork_server, opened, settings, alive if behind is not None else None, left.crashes,
                                 lambda crashes: writer(partial(leave_behind, out, replace(left, crashes=crashes)))),
-                event_log, writer)
+                log, writer)
             leave_behind(out, left)
             stack.push(partial(_unless_failed, writer, partial(forget_left_behind, out)))
             try:

@@ -25,13 +25,12 @@ from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog, both
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
 from slipstream.runtime.coordinator.metrics import IterationWork, record_metrics
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.events import LOSSES, Event
+from slipstream.runtime.coordinator.run_log import RunLog, read_losses
+from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager
 from slipstream.runtime.processes.stop_signals import StopSignals
@@ -122,8 +121,8 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
     domains = find_domains(first.grid, shares, 1, ())
     left = None if behind is None else LeftBehind(epoch=1, coordinator=behind, first_iteration=0, resume=None,
                                                   fork_server=None)
-    losses = None if behind is None else read_losses(folder / LOSSES, 0)
-    config, log = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2)), CommitLog(job=first.job)
+    losses = None if behind is None else read_losses(folder, 0)
+    config = RunConfig(model=ModelConfig(blocks=LAYERS_A_STAGE * first.grid.columns - 2))
     run = Run(schedule=first, setup=setup_of(first, len(shares), domains.domains, timeout), shares=shares,
               config=config, secret=SECRET, out=folder, behind=left, losses=losses,
               elements=[ELEMENTS] * first.grid.layer_count,
@@ -133,11 +132,10 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, IterationWork(
             tokens=1, flops=1.0, peak_flops=None), None))
-        loss_file = stack.enter_context(LossFile(folder / LOSSES, len(losses or ()),
-                                                 lambda iteration, _: mark("committed", iteration=iteration), metrics))
-        event_log = stack.enter_context(EventLog(folder, both(metrics.observe, mark.event)))
-        yield EventLoop(run, log, loss_file, ProcessManager(
-            local, places, absent=absent, faults_per_hour=faults_per_hour), event_log)
+        log = stack.enter_context(RunLog(folder, len(losses or ()), metrics=metrics, observer=mark.event,
+                                         progress=lambda iteration, _: mark("committed", iteration=iteration)))
+        yield EventLoop(run, CommitLog(job=first.job), ProcessManager(
+            local, places, absent=absent, faults_per_hour=faults_per_hour), log)
 
 
 def main() -> None:

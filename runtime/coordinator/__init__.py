@@ -40,10 +40,9 @@
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took
     checkpoint_timer     when the next checkpoint is due
-    loss_file            losses.jsonl
+    run_log              the record of a run: events.jsonl, losses.jsonl, its schedules
     metrics              metrics.jsonl: loss, gradient norm, learning rate, speed, of each iteration
     tensorboard          the same for TensorBoard
-    event_log            events.jsonl
     appended_file        files that never end a run
     writer               the thread that touches files
 """

@@ -17,10 +17,8 @@ from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathered_reports import GatheredReports
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
-from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.news import News
 from slipstream.runtime.coordinator.node_agents import NodeAgents
 from slipstream.runtime.coordinator.planning import Finders, ScheduleService
@@ -29,6 +27,7 @@ from slipstream.runtime.coordinator.questions import Question
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.coordinator.run_state import Gathering, Left, RunState, Training, begun
 from slipstream.runtime.coordinator.server import Connection, Server, serve
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
@@ -90,14 +89,13 @@ FIND_AGAIN_SECONDS = 0.05
 class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
-    def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager,
-                 event_log: EventLog, writer: WriterThread | None = None) -> None:
+    def __init__(self, run: Run, commits: CommitLog, processes: ProcessManager, log: RunLog,
+                 writer: WriterThread | None = None) -> None:
         self._run = run
         self._writer = writer
-        self._event_log = event_log
-        event_log.iteration = log.next_iteration
+        self._log = log
         self.processes = processes
-        self.news = News(run, event_log, losses)
+        self.news = News(run, log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
         self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
@@ -112,14 +110,14 @@ class EventLoop:
             if resilience.scheduler is not None and len(grid) > FEW else None
         self._schedules = ScheduleService(
             run.schedule.grid, Finders(resilience.scheduler, resilience.at_speeds, resilience.rebalancer),
-            lambda answer: self._put(partial(self._happens, answer)), event_log,
+            lambda answer: self._put(partial(self._happens, answer)), log.write,
             divided, background, (lambda _: None) if self._ahead is None else self._ahead.known)
         # Who shares a machine matters only where workers keep parts of each other's states.
         self._setup = run.setup if run.config.training.shard_optimizer else replace(run.setup, failure_domains=())
         self._setup_frame = frame(self._setup)  # encoded once: nearly all workers get the same
         self._rules = run.rules(self._schedules.prepared)
         at = time.monotonic()
-        self.state = begun(self._rules, log, at, run.rejoining(at), run.journal)
+        self.state = begun(self._rules, commits, at, run.rejoining(at), run.journal)
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
@@ -178,7 +176,7 @@ class EventLoop:
             loop.remove_reader(descriptor)
             server.close()
             if not failed:
-                self._event_log.write(RunFinished(error=error))
+                self._log.write(RunFinished(error=error))
                 await self._agents.announce_end(error, anew=anew)
                 self._workers.close()
             connected.end()  # after a failure all connections, as when this process dies: all look for another one
@@ -230,10 +228,10 @@ class EventLoop:
                 self.news.note(effect.text)
             case RunEvent():
                 if isinstance(effect, OrderGiven):
-                    self._event_log.keep(self._rules.prepared(self.state.current).text)
+                    self._log.keep(self._rules.prepared(self.state.current).text)
                 elif isinstance(effect, WentBack):
                     self.news.went_back(self.state.log.next_iteration)
-                self._event_log.write(effect)
+                self._log.write(effect)
             case Question():
                 self._schedules.find(effect)
             case SpeedQuestion():

@@ -5,10 +5,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slipstream.runtime.coordinator.commit_log import Committed
-from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.gathering import who_is_awaited
-from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.take_over import Found
 from slipstream.runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
@@ -23,22 +22,21 @@ LATELY = 32
 class News:
     """Those of one run."""
 
-    def __init__(self, run: Run, events: EventLog, losses: LossFile) -> None:
+    def __init__(self, run: Run, log: RunLog) -> None:
         self._run, self._notify = run, run.options.notify
-        self._events = events
-        self._losses = losses
+        self._log = log
         self._folder = holder(run.out)
         self._apart = False
         """Whether a node has another folder."""
         self._checkpointed = 0
-        """The newest complete checkpoint of which the event log was told."""
+        """The newest complete checkpoint of which the log was told."""
         self.notes: list[str] = []
         self.speed_events: list[SpeedEvent] = []
 
     def note(self, text: str) -> None:
         """Something went wrong and was survived."""
         self.notes.append(text)
-        self._events.write(Noted(text=text))
+        self._log.write(Noted(text=text))
         self._notify(text)
 
     def note_once(self, text: str) -> None:
@@ -50,10 +48,10 @@ class News:
         """What was found out about the workers' speeds."""
         self.speed_events.append(event)
         for change in event.changes:
-            self._events.write(Recovered(worker=change.worker) if change.factor == 1.0 else
+            self._log.write(Recovered(worker=change.worker) if change.factor == 1.0 else
                                Slowed(worker=change.worker, factor=round(change.factor, 3)))
         for worker in event.left_out:
-            self._events.write(LeftOut(worker=worker, reason=str(event)))
+            self._log.write(LeftOut(worker=worker, reason=str(event)))
         self._notify(event)
 
     def awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
@@ -65,32 +63,30 @@ class News:
         """A worker has written its layers, perhaps the last ones that a checkpoint lacked."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
-            self._events.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
+            self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
     def committed(self, one: Committed) -> None:
         """An iteration is."""
-        self._events.iteration = one.iteration + 1
-        self._losses.write(one.iteration, one.loss, one.window_seconds, self._events.now(), one.gradient_norm,
-                           one.evaluation, one.cost_error)
+        self._log.commit(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
+                         evaluation=one.evaluation, cost_error=one.cost_error)
         if one.evaluation is not None:
             self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
 
     def went_back(self, iteration: int) -> None:
         """The run goes back: iterations from this one on, and later checkpoints, are written anew."""
-        self._events.iteration = iteration
-        self._losses.go_back(iteration)
+        self._log.go_back(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
 
     def took_over(self, found: Found) -> None:
         """What a coordinator has committed that has died, this one has. Each has a line, for another that may come."""
-        count = self._events.iteration = found.committed + 1
+        count = found.committed + 1
+        self._log.go_back(found.unwritten.start)
         losses = found.losses[len(found.losses) - len(found.unwritten):]
         if unknown := sum(map(math.isnan, losses)):
             self.note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started anew "
                       "without the folder that holds them")
-        self._losses.go_back(found.unwritten.start)
         for iteration, loss in zip(found.unwritten, losses, strict=True):
-            self._losses.write(iteration, loss, None, self._events.now())
+            self._log.commit(iteration, loss)
         self._notify(f"node 0 goes on with the {len(found.kept)} workers that it has found; {count} iterations are "
                      "committed")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.event_log import digest_of
 from slipstream.runtime.coordinator.join_planning import Join
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.run_log import digest_of
 from slipstream.runtime.coordinator.run_state import Finishing, Left, Step, Training
 from slipstream.runtime.events import HandedOver, Joined, Noted, OrderGiven
 from slipstream.runtime.model.state.parts import CutFor

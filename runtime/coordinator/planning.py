@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.background import Background, in_thread
-from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.questions import (
     PlannerFailedError,
     Question,
@@ -17,7 +16,7 @@ from slipstream.runtime.coordinator.questions import (
 )
 from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.errors import RunError, first_line
-from slipstream.runtime.events import PlanAnswered, PlanAsked
+from slipstream.runtime.events import Event, PlanAnswered, PlanAsked
 from slipstream.schedules.codec import encode
 from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Grid, HeldLayers, Schedule, Speeds, Worker
@@ -96,8 +95,8 @@ class ScheduleService:
         What to ask.
     found
         Called on the event loop with each answer.
-    events
-        Are told what is asked, and what has been answered.
+    tell
+        Called with what is asked, and with what has been answered.
     divided
         What divides schedules among their workers.
     background
@@ -107,7 +106,7 @@ class ScheduleService:
     """
 
     def __init__(self, grid: Grid, finders: Finders, found: Callable[[ScheduleFound | SpeedsPlanned], None],
-                 events: EventLog | None = None,
+                 tell: Callable[[Event], None] = lambda _: None,
                  divided: Divide = divide, background: Background = in_thread,
                  known: Known = lambda _: None) -> None:
         self._grid = grid
@@ -118,7 +117,7 @@ class ScheduleService:
         """By the identity of the schedule, which is kept with it."""
         self._finders = finders
         self._found = found
-        self._events = events or EventLog(None)
+        self._tell = tell
         self._asked: dict[Question, float] = {}
         """What threads are finding schedules for, and since when."""
 
@@ -151,7 +150,7 @@ class ScheduleService:
             self._found(ScheduleFound(question, error))
             return
         self._asked[question] = time.monotonic()
-        self._events.write(PlanAsked(down=question.down, phase=question.phase))
+        self._tell(PlanAsked(down=question.down, phase=question.phase))
         known = self._known(question.down) if question == Question(question.down) else None
         if known is not None:
             schedule, parts = known
@@ -230,7 +229,7 @@ class ScheduleService:
             answer, prepared = found
             self._has_prepared(answer, prepared)
         took = time.monotonic() - self._asked.pop(question)
-        self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
+        self._tell(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, Exception) else None))
         self._found(ScheduleFound(question, answer))
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.event_log import EventLog, digest_of
+from slipstream.runtime.coordinator.run_log import RunLog, digest_of
 from slipstream.runtime.events import (
     CheckpointWritten,
     Failed,
@@ -35,12 +35,11 @@ class Writer:
         folder.mkdir(exist_ok=True)
         self.folder, self.begin, self.now, self.iteration, self.orders = folder, 1e9, 0.0, 0, 0
         self.events, self.losses = [], []
-        log = EventLog(folder)
         whole, broken = (codec.encode(schedule_for(JOB, failed)) for failed in ([], [str(DEAD)]))
-        log.keep(whole)
-        log.keep(broken)
+        with RunLog(folder) as log:
+            log.keep(whole)
+            log.keep(broken)
         self.whole, self.broken = digest_of(whole), digest_of(broken)
-        log.close()
 
     def start(self, workers=4):
         """A start, an hour after the last one ended."""

@@ -16,7 +16,7 @@ from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.planner.job.file import parse_job, read_job
 from slipstream.planner.job.presets import preset
 from slipstream.runtime import launch
-from slipstream.runtime.coordinator.loss_file import read_losses
+from slipstream.runtime.coordinator.run_log import read_losses
 from slipstream.runtime.protocol.authentication import VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec
@@ -212,8 +212,8 @@ def test_a_terminal_that_takes_nothing_holds_nothing_up(job, tmp_path):
     running, losses = start(job, "--iterations", 150, "--method", "greedy", "--out", tmp_path / "out"), tmp_path / "out"
     fcntl.fcntl(running.stderr, fcntl.F_SETPIPE_SZ, 4096)
     try:
-        wait_for(lambda: read_losses(losses / "losses.jsonl", 0) is not None
-                 and len(read_losses(losses / "losses.jsonl", 0)) == 150)
+        wait_for(lambda: read_losses(losses, 0) is not None
+                 and len(read_losses(losses, 0)) == 150)
         output, told = running.communicate(timeout=240)
     finally:
         running.kill()
@@ -228,7 +228,7 @@ def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_
     try:
         workers = list[int]()
         for count in (2, 6):
-            wait_for(lambda count=count: len(read_losses(out / "losses.jsonl", 0) or ()) >= count)
+            wait_for(lambda count=count: len(read_losses(out, 0) or ()) >= count)
             (leads,) = map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split())
             workers = workers or below(leads)
             os.kill(leads, signal.SIGKILL)
@@ -239,7 +239,7 @@ def test_what_leads_is_started_again_where_the_system_has_killed_it_and_goes_on_
     assert told.count("node 0 was killed by SIGKILL, and is started again; its workers live") == 2
     assert told.count("node 0 goes on with the 4 workers that it has found") == 2
     wanted = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'")).losses
-    assert read_losses(out / "losses.jsonl", 0) == pytest.approx(wanted, abs=1e-9)
+    assert read_losses(out, 0) == pytest.approx(wanted, abs=1e-9)
     assert json.loads(output)["parameter_digest"]
     wait_until_gone(workers)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.events import Event, FetchBegun
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
@@ -42,26 +42,26 @@ class Pauses:
 
 def after_each_iteration(monkeypatch: pytest.MonkeyPatch, progress: Callable[[int, float], None]) -> None:
     """Have this called in runs that commands start in this process."""
-    write = LossFile.write
+    write = RunLog.commit
 
-    def written(file: LossFile, iteration: int, loss: float, *more: float | None) -> None:
-        write(file, iteration, loss, *more)
+    def written(log: RunLog, iteration: int, loss: float, *more: float | None, **known: float | None) -> None:
+        write(log, iteration, loss, *more, **known)
         progress(iteration, loss)
 
-    monkeypatch.setattr(LossFile, "write", written)
+    monkeypatch.setattr(RunLog, "commit", written)
 
 
 def hold_at(iteration: int, path: Path) -> None:
     """Have the run of a command in this process wait after an iteration until a file is there."""
-    write = LossFile.write
+    write = RunLog.commit
 
-    def written(file: LossFile, number: int, loss: float, *more: float | None) -> None:
-        write(file, number, loss, *more)
+    def written(log: RunLog, number: int, loss: float, *more: float | None, **known: float | None) -> None:
+        write(log, number, loss, *more, **known)
         deadline = time.monotonic() + HELD_SECONDS
         while number == iteration and not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    LossFile.write = written  # type: ignore[method-assign]
+    RunLog.commit = written  # type: ignore[method-assign]
 
 
 def slowly_until(happened: Callable[[], bool]) -> Callable[[int, float], None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.coordinator import checkpoint_timer
-from slipstream.runtime.coordinator.loss_file import LossFile
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
 from slipstream.runtime.model.checkpoints.parameters import save_layer
@@ -143,8 +143,8 @@ def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path
     """Half a line that a kill has left is dropped, and no line before it."""
     (tmp_path / "losses.jsonl").write_text('{"iteration": 0, "loss": 5.0}\n{"iteration": 1, "loss": 4.0}\n{"itera')
     script = ("import os, sys; from pathlib import Path\n"
-              "from slipstream.runtime.coordinator.loss_file import LossFile\n"
-              f"LossFile(Path({str(tmp_path / 'losses.jsonl')!r}), 2, None); os.kill(os.getpid(), 9)")
+              "from slipstream.runtime.coordinator.run_log import RunLog\n"
+              f"RunLog(Path({str(tmp_path)!r}), 2); os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
     assert committed(tmp_path) == [0, 1]
 
@@ -180,7 +180,7 @@ def writing(folder: Path, out: Path) -> None:
     save(folder, 30, share(states(3), 1, 2, 3), IDENTITY).wait()
     save_layer(out, 0, states()[0])
     write_atomically(out / "schedule.json", b"{}")
-    LossFile(out / "losses.jsonl", 1, None)
+    RunLog(out, 1)
 
 
 def prepared(out: Path) -> None:

@@ -6,10 +6,10 @@ import random
 
 from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
 from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
 from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService, without_idle
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.rank_reports import RankReports
+from slipstream.runtime.coordinator.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.take_over import Found, Rejoining
 from slipstream.runtime.coordinator.transition import Look, Lost, transition
@@ -68,7 +68,8 @@ class World:
         self.saved = 0
         self.happening, self.unknown = [], set()
         self.disk, self.unwritten = random.Random(len(WORKERS)), Unwritten()
-        self.losses = LossFile(out, 0, None, write=self.unwritten)
+        out.mkdir()
+        self.log = RunLog(out, write=self.unwritten)
         self.state = self.started(None)
 
     def started(self, rejoining):
@@ -88,7 +89,7 @@ class World:
 
     def go_back(self, iteration) -> None:
         self.went_back += 1
-        self.losses.go_back(iteration)
+        self.log.go_back(iteration)
 
     def send(self, worker, message) -> None:
         if worker in self.workers:
@@ -120,7 +121,7 @@ class World:
             self.happens(answer)
 
     def committed(self, one, report) -> None:
-        self.losses.write(one.iteration, one.loss, 0.1, 0.0)
+        self.log.commit(one.iteration, one.loss, 0.1)
         said = set().union(*self.savers.pop((report.order, one.iteration)).values())
         assert len(said) == 1, "some save, and wait for others that do not"
         if said == {True}:
@@ -159,10 +160,10 @@ class World:
 
     def took_over(self, found) -> None:
         """With those that have come; the others are too late."""
-        self.losses.go_back(found.unwritten.start)
+        self.log.go_back(found.unwritten.start)
         for unwritten, loss in zip(found.unwritten, found.losses[len(found.losses) - len(found.unwritten):],
                                    strict=True):
-            self.losses.write(unwritten, loss, None, 0.0)
+            self.log.commit(unwritten, loss)
             if math.isnan(loss):  # whoever was told of it first is dead, or all have gone back
                 assert self.deaths or self.went_back
                 self.unknown.add(unwritten)

@@ -5,10 +5,9 @@ import os
 import time
 
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.loss_file import LossFile
 from slipstream.runtime.coordinator.run import Run
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker
@@ -153,13 +152,13 @@ class World:
 
     def __init__(self, out, scheduler=None, setup=SETUP, config=None, **limits):
         self.processes, self.told, self.forgotten = Processes(), [], []
-        self._losses = LossFile(out / "losses.jsonl", 0, None)
+        self._log = RunLog(out)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
             Run(schedule=schedule_for(JOB), setup=setup, shares=shares, config=config or tiny(), secret=SECRET, out=out,
                 forget_orders=self.forgotten.append, resilience=Resilience(scheduler=scheduler, **limits),
                 options=RunOptions(notify=self.told.append), elements=[Elements(1)] * 4),
-            CommitLog(), self._losses, self.processes, EventLog(out))
+            CommitLog(), self.processes, self._log)
         self.talkers, self.address, self.agent = {}, None, None
 
     @property
@@ -190,5 +189,5 @@ class World:
             # The coordinator does not read what is said to it after the end.
             assert not [end for end in ends if isinstance(end, AssertionError)]
 
-        with self._losses:
+        with self._log:
             asyncio.run(run())

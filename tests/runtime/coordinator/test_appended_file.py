@@ -4,8 +4,7 @@ import errno
 from io import FileIO
 
 from slipstream.runtime.coordinator import appended_file
-from slipstream.runtime.coordinator.event_log import EventLog
-from slipstream.runtime.coordinator.loss_file import LossFile, read_losses
+from slipstream.runtime.coordinator.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.writer import Writer
 from slipstream.runtime.events import EVENTS, Noted, decode
 
@@ -28,13 +27,12 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_o
     monkeypatch.setattr(appended_file, "FileIO", Full)
     told, write = [], Writer()
     write.say = told.append
-    losses, log = LossFile(tmp_path / "losses.jsonl", 0, None, write=write), EventLog(tmp_path, write=write)
-    with losses, log:
+    with RunLog(tmp_path, write=write) as log:
         for iteration in range(6):
             Full.full = "twice" if 2 <= iteration < 5 else False
-            losses.write(iteration, float(iteration), 0.1, 0.0)
+            log.commit(iteration, float(iteration))
             log.write(Noted(text=str(iteration)))
-    assert read_losses(tmp_path / "losses.jsonl", 0) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert read_losses(tmp_path, 0) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     lines = (tmp_path / EVENTS).read_bytes().splitlines()
     assert [decode(line).text for line in lines] == list("012345")
     assert len(told) == 4 and all("cannot be written" in line for line in told[:2])

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from slipstream.runtime.coordinator import event_log
+from slipstream.runtime.coordinator import run_log
 from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.event_log import EventLog
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
 from slipstream.runtime.coordinator.questions import Question
+from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.coordinator.run_state import Rules, begun
 from slipstream.runtime.coordinator.settling import Cost
 from slipstream.runtime.coordinator.take_over import Rejoining
@@ -41,10 +41,10 @@ def journal(tmp_path, monkeypatch):
     """What is read of events of some time ago."""
     clock = Clock()
     clock.time = lambda: time.time() - AGO
-    monkeypatch.setattr(event_log, "time", clock)
+    monkeypatch.setattr(run_log, "time", clock)
 
     def read(*happened):
-        with EventLog(tmp_path) as log:
+        with RunLog(tmp_path) as log:
             for event in happened:
                 log.write(event)
         return read_journal(tmp_path)

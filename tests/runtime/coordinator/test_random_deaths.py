@@ -13,6 +13,7 @@ import pytest
 from slipstream.runtime.coordinator import checkpoint_timer
 from slipstream.runtime.coordinator.run_state import Left
 from slipstream.runtime.errors import RunError
+from slipstream.runtime.events import LOSSES
 from tests.runtime.coordinator.counting_workers import ITERATIONS
 from tests.runtime.coordinator.counting_world import RankedWorld, World
 
@@ -30,7 +31,7 @@ class Played:
         self.partial = self.moved = 0
         self.fewest = set()
         for seed in seeds:
-            self._play(seed, kind(random.Random(seed), folder / f"{seed}.jsonl", deadly=0.004 if seed % 5 else deadly))
+            self._play(seed, kind(random.Random(seed), folder / str(seed), deadly=0.004 if seed % 5 else deadly))
 
     def _play(self, seed, world) -> None:
         try:
@@ -50,7 +51,7 @@ class Played:
             assert world.told_to_leave, (seed, "it has ended early")
             return
         world.write(len(world.unwritten))
-        lines = [json.loads(line) for line in world.out.read_text().splitlines()]
+        lines = [json.loads(line) for line in (world.out / LOSSES).read_text().splitlines()]
         assert [line["iteration"] for line in lines] == list(range(ITERATIONS)), seed
         assert all(line["loss"] == line["iteration"] or (line["loss"] is None and line["iteration"] in world.unknown)
                    for line in lines), seed

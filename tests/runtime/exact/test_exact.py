@@ -28,7 +28,7 @@ def _alone():
 def play(seed: int, name: str, folder, *, nccl: bool) -> ExactWorld:
     """One run, to its end, or to where nobody is left. Raises Deviation."""
     rng = random.Random(seed)
-    world = ExactWorld(rng, folder / f"{seed}-{name}-{nccl}.jsonl", CONFIGS[name], nccl=nccl,
+    world = ExactWorld(rng, folder / f"{seed}-{name}-{nccl}", CONFIGS[name], nccl=nccl,
                        every=rng.choice([0, 3, 4]), deadly=rng.choice([0.0, RARE, OFTEN]),
                        restarts=rng.choice([0.0, RARE, OFTEN]))
     try:

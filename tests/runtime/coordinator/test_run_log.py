@@ -3,8 +3,8 @@
 import hashlib
 import json
 
-from slipstream.runtime.coordinator import event_log
-from slipstream.runtime.coordinator.event_log import EventLog, digest_of
+from slipstream.runtime.coordinator import run_log
+from slipstream.runtime.coordinator.run_log import RunLog, digest_of
 from slipstream.runtime.events import Failed, Finished, Noted, decode
 from slipstream.schedules.schedule import Worker
 
@@ -15,10 +15,9 @@ def lines(folder):
 
 def test_each_event_has_its_time_and_its_iteration(tmp_path):
     seen = []
-    with EventLog(tmp_path, seen.append) as log:
-        log.iteration = 3
+    with RunLog(tmp_path, 3, observer=seen.append) as log:
         log.write(Failed(worker=Worker(1, 2), reason="a reason\nof two lines"))
-        log.iteration = 4
+        log.commit(3, 2.0)
         log.write(Finished())
     assert [decode(line) for line in lines(tmp_path)] == seen
     first, last = map(json.loads, lines(tmp_path))
@@ -28,39 +27,39 @@ def test_each_event_has_its_time_and_its_iteration(tmp_path):
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
-    log = EventLog(tmp_path)
-    log.write(Noted(text="one"))
-    assert len(lines(tmp_path)) == 1  # whoever is killed now leaves it
-    log.close()
+    with RunLog(tmp_path) as log:
+        log.write(Noted(text="one"))
+        assert len(lines(tmp_path)) == 1  # whoever is killed now leaves it
 
 
 def test_the_next_start_appends_and_removes_half_a_line(tmp_path):
-    with EventLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         log.write(Noted(text="x" * 100_000))
         log.write(Noted(text="two"))
     whole = (tmp_path / "events.jsonl").read_bytes()
     for half in (b'{"event":"noted","ti', b'{"event":"noted","text":"' + b"y" * 200_000, b""):
         (tmp_path / "events.jsonl").write_bytes(whole + half)
-        with EventLog(tmp_path) as log:
+        with RunLog(tmp_path) as log:
             log.write(Noted(text="three"))
         assert (tmp_path / "events.jsonl").read_bytes().startswith(whole)
         assert [decode(line).text[:5] for line in lines(tmp_path)] == ["xxxxx", "two", "three"]
     (tmp_path / "events.jsonl").write_bytes(b"only half a line")
-    EventLog(tmp_path).close()
+    with RunLog(tmp_path):
+        pass
     assert lines(tmp_path) == []
 
 
 def test_times_do_not_go_back_with_the_clock(tmp_path, monkeypatch):
-    with EventLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         log.write(Noted(text="before"))
-        monkeypatch.setattr(event_log.time, "time", lambda: 0.0)
+        monkeypatch.setattr(run_log.time, "time", lambda: 0.0)
         log.write(Noted(text="after"))
     before, after = (decode(line).time for line in lines(tmp_path))
     assert 1.6e9 < before <= after < before + 60
 
 
 def test_a_schedule_is_kept_once_by_its_digest(tmp_path):
-    with EventLog(tmp_path) as log:
+    with RunLog(tmp_path) as log:
         for text in (b"{}", b"[]", b"{}"):
             log.keep(text)
     digests = [digest_of(text) for text in (b"{}", b"[]", b"{}")]
@@ -70,12 +69,3 @@ def test_a_schedule_is_kept_once_by_its_digest(tmp_path):
     for digest, text in zip(digests, (b"{}", b"[]"), strict=False):
         assert (tmp_path / "schedules" / f"{digest}.json").read_bytes() == text
         assert hashlib.sha256(text).hexdigest().startswith(digest)
-
-
-def test_without_a_folder_only_the_observer_is_told():
-    seen = []
-    log = EventLog(None, observer=seen.append)
-    log.write(Noted(text="x"))
-    log.keep(b"{}")
-    assert [one.text for one in seen] == ["x"]
-    log.close()
