@@ -5,9 +5,8 @@
     server               connections, and who may say what over them
     worker_connections   which workers are connected, silent, given up, or at their end
     rank_reports         what the processes of a worker say, put together into what it says
-    node_agents          which other nodes are there, and what they are told
+    node_agents          which other nodes are there, what they are told, and the reports that they gather
     plausible            what a message may say
-    gathered_reports     reports that the agents of nodes bring, answered the same way
     gathering            who is waited for before the first order
     stall_watch          who keeps the run from going on, when nothing has been committed for long
     news                 what people are told, and what files keep of that and of what is committed

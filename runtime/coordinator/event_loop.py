@@ -17,14 +17,12 @@ from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.gathered_reports import GatheredReports
 from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from slipstream.runtime.coordinator.news import News
 from slipstream.runtime.coordinator.node_agents import NodeAgents
 from slipstream.runtime.coordinator.planning import Finders, ScheduleService
 from slipstream.runtime.coordinator.plausible import Bounds, printable
 from slipstream.runtime.coordinator.questions import Question
-from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.recovery import Recovery
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.run_log import RunLog
@@ -74,7 +72,7 @@ from slipstream.runtime.protocol.to_coordinator import (
     ToCoordinator,
 )
 from slipstream.runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, ReportStatus
+from slipstream.runtime.protocol.to_worker import Acknowledged, ReportStatus
 from slipstream.runtime.replay.placement import Placement
 from slipstream.schedules.parts import Alike, Parts, divide
 from slipstream.schedules.schedule import Schedule, Worker
@@ -97,8 +95,6 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
-        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
-            worker, EndOrder(order)))
         resilience, self._notify = run.resilience, run.options.notify
         self._stall = StallWatch(resilience.stall_timeout_seconds,
                                  lambda worker: self._workers.send(worker, ReportStatus()))
@@ -118,11 +114,10 @@ class EventLoop:
         self._rules = run.rules(self._schedules.prepared)
         at = time.monotonic()
         self.state = begun(self._rules, commits, at, run.rejoining(at), run.journal)
-        self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._bounds = Bounds(run.setup, len(resilience.injections), grid)
-        self._gathered = GatheredReports(self._workers, self._agents, self._reports, self._bounds)
+        self._agents = NodeAgents(run, processes, self._workers, self._bounds)
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -202,7 +197,7 @@ class EventLoop:
         self.state, effects = transition(self._rules, before, event, time.monotonic())
         for effect in effects:
             self._carry_out(effect)
-        self._gathered.answer()
+        self._agents.answer()
         if (self.state.order, self.state.log.next_iteration) != (before.order, before.log.next_iteration):
             self._stall.progressed()
         if self.state.order == 1 > before.order:
@@ -214,7 +209,7 @@ class EventLoop:
     def _carry_out(self, effect: object) -> None:
         match effect:
             case Send(message=Acknowledged() as message):
-                self._gathered.acknowledge(effect.workers, message)
+                self._agents.acknowledge(effect.workers, message)
             case Send():
                 for worker in effect.workers:
                     self._workers.send(worker, effect.message)
@@ -241,7 +236,7 @@ class EventLoop:
             case Recovery() | str():
                 self._notify(effect)
             case Found():
-                for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
+                for worker in self._workers.incomplete:  # its other ranks would be told to forget what they hold
                     self.processes.kill(worker)
                     self._put(partial(self._workers.give_up, worker,
                                       f"worker {worker} was not found whole by the new node 0"))
@@ -301,8 +296,8 @@ class EventLoop:
             self._handle_agent(connection, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
-        elif peer is not None and self._workers.hears(connection):
-            whole = self._reports.take(peer, connection.rank, printable(message))
+        elif peer is not None:
+            whole = self._workers.take(connection, printable(message))
             if whole is not None:
                 self._handle_worker(peer, whole)
 
@@ -326,7 +321,7 @@ class EventLoop:
                 elif isinstance(message, Saved):
                     self.news.saved(message)
                 elif isinstance(message, Ran):
-                    self._gathered.by_itself(worker)
+                    self._agents.passed_by(worker)
                 self._happens(message)
                 if isinstance(message, Started):
                     self.processes.begins(self.state.log.next_iteration)
@@ -349,17 +344,17 @@ class EventLoop:
             case JoinNode():
                 if self._agents.admit(connection, message, restarted=self.state.order > 0
                                       or isinstance(self.state.phase, Rejoining)):
-                    self._node_gone(message.node)  # what is left of its last workers: new ones would be refused
+                    self._workers.node_gone(message.node)  # what is left of its last workers: new ones would be refused
             case Leaving() if message.worker in self._agents.speaks_for(connection):
                 self._happens(message)
             case Ended() if message.worker in self._agents.speaks_for(connection):
                 self._workers.process_ended(message)
             case Gathered() if isinstance(connection.peer, int):
-                reports = self._gathered.take(connection.peer, self._agents.speaks_for(connection), message,
-                                              self.state.log.next_iteration)
+                reports = self._agents.take(connection.peer, self._agents.speaks_for(connection), message,
+                                            self.state.log.next_iteration)
                 if reports:
                     self._happens(Reports(reports))
-                self._gathered.answer()
+                self._agents.answer()
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
@@ -368,12 +363,7 @@ class EventLoop:
             if self._workers.disconnected(connection):
                 self._happens(Disconnected(peer))
         elif peer is not None and self._agents.disconnected(connection):
-            self._node_gone(peer)
-
-    def _node_gone(self, node: int) -> None:
-        for worker in self.processes.workers_of(node):
-            self._reports.forget(worker)  # also what ranks of one have said that is not ready yet
-        self._workers.node_gone(node)
+            self._workers.node_gone(peer)
 
     def _read_ends(self) -> None:
         try:
@@ -391,7 +381,6 @@ class EventLoop:
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
-        self._reports.forget(worker)
         if not self._left:
             injections, ordered = self._run.resilience.injections, self.state.recovery.ordered_at
             # It has outlived what it did before the last order, or was started again since.

@@ -1,15 +1,18 @@
-"""The node agents: which nodes are there, and what they are told."""
+"""The node agents: which nodes are there, what they are told, and the reports of iterations that they gather."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from slipstream.runtime.coordinator.plausible import Bounds
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.server import Connection
+from slipstream.runtime.coordinator.worker_connections import WorkerConnections
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.protocol.channel import frame
-from slipstream.runtime.protocol.to_coordinator import JoinNode
-from slipstream.runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
+from slipstream.runtime.protocol.to_coordinator import Gathered, JoinNode, Ran
+from slipstream.runtime.protocol.to_node_agent import GoOn, NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
+from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 ANNOUNCE_SECONDS = 2.0
@@ -20,17 +23,19 @@ LOOK_SECONDS = 0.005
 class NodeAgents:
     """The connections to the agents of the other nodes.
 
-    Parameters
-    ----------
-    is_missed
-        Whether all workers of a node have been given up: its machine may be gone without a word.
+    A report is answered the way it came: by its worker's own connection, or by the agent of its node.
     """
 
-    def __init__(self, run: Run, processes: ProcessManager, is_missed: Callable[[int], bool]) -> None:
+    def __init__(self, run: Run, processes: ProcessManager, workers: WorkerConnections, bounds: Bounds) -> None:
         self._run = run
         self._processes = processes
-        self._is_missed = is_missed
+        self._workers = workers
+        self._bounds = bounds
         self._connections: dict[int, Connection] = {}
+        self._node_of: dict[Worker, int] = {}
+        """The node whose agent brought the last report of a worker."""
+        self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
+        """What agents are to be told because of the present event."""
 
     @property
     def connected(self) -> Collection[int]:
@@ -59,7 +64,7 @@ class NodeAgents:
             connection.close()
             return False
         before = self._connections.get(node)
-        if before is not None and not self._is_missed(node):
+        if before is not None and not self._workers.are_given_up(self._processes.workers_of(node)):
             connection.send(frame(NodeTaken()))
             connection.close()
             return False
@@ -89,6 +94,48 @@ class NodeAgents:
         """Send; nothing happens where the node is not there."""
         if node in self._connections:
             self._connections[node].send(frame(message))
+
+    def take(self, node: int, here: Collection[Worker], gathered: Gathered, following: int) -> tuple[Ran, ...]:
+        """What workers of a node have reported, of those that are there; `answer` answers its agent in any case.
+
+        `following` is the iteration that is to be committed next.
+        """
+        self._answers[node], found = [], list[Ran]()
+        for one in gathered.reports:
+            report = one.report
+            connection = self._workers.of(report.worker, one.rank) if report.worker in here else None
+            if connection is None:
+                continue
+            wrong = self._bounds.wrong(report, following)
+            if wrong is not None:
+                connection.cut_off(wrong)
+                continue
+            whole = self._workers.take(connection, report)
+            found += [whole] if isinstance(whole, Ran) else []
+        self._node_of.update(dict.fromkeys((one.worker for one in found), node))
+        return tuple(found)
+
+    def passed_by(self, worker: Worker) -> None:
+        """A worker's last report came over its own connection."""
+        self._node_of.pop(worker, None)
+
+    def acknowledge(self, workers: Sequence[Worker], message: Acknowledged) -> None:
+        """Tell workers at once, and what goes to agents with `answer`."""
+        by_node: dict[int, list[Worker]] = {}
+        for worker in workers:
+            node = self._node_of.get(worker)
+            if node is None:
+                self._workers.send(worker, message)
+            else:
+                by_node.setdefault(node, []).append(worker)
+        for node, there in by_node.items():
+            self._answers.setdefault(node, []).append((tuple(there), message))
+
+    def answer(self) -> None:
+        """Send agents what they are to be told."""
+        answers, self._answers = self._answers, {}
+        for node, acknowledged in answers.items():
+            self.send(node, GoOn(tuple(acknowledged)))
 
     def reassure(self) -> None:
         """Tell all that the run goes on."""

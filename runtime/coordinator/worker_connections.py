@@ -1,6 +1,7 @@
-"""Worker connections: which workers are connected, have been silent, are given up, or have ended.
+"""Worker connections: which workers are connected, have been silent, are given up, or have ended; what they say.
 
-A worker whose process ends may have said why just before: its last messages are handled first.
+What the processes of a worker have said goes with their connections. A worker whose process ends may have said why just
+before: its last messages are handled first.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.server import Connection
 from slipstream.runtime.processes.process_manager import ProcessManager
 from slipstream.runtime.protocol.channel import Frame, frame
-from slipstream.runtime.protocol.to_coordinator import Ended, JoinWorker
-from slipstream.runtime.protocol.to_worker import Leave
+from slipstream.runtime.protocol.to_coordinator import Ended, JoinWorker, ToCoordinator
+from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
@@ -49,6 +51,7 @@ class WorkerConnections:
         self._looked = time.monotonic()
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """By rank, of those that are not lost; some may be over."""
+        self._reports = RankReports(self._ranks, lambda worker, order: self.send(worker, EndOrder(order)))
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
         self._given_up: set[Worker] = set()
@@ -98,6 +101,18 @@ class WorkerConnections:
         if connection.heard < math.inf:
             connection.heard = time.monotonic()
         return True
+
+    def take(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
+        """What a worker says now that one of its processes has said this; None: nothing yet, or it is gone."""
+        worker = connection.peer
+        if not isinstance(worker, Worker) or not self.hears(connection):
+            return None
+        return self._reports.take(worker, connection.rank, message)
+
+    @property
+    def incomplete(self) -> list[Worker]:
+        """Workers of which some processes are ready, and not all."""
+        return self._reports.incomplete
 
     def of(self, worker: Worker, rank: int) -> Connection | None:
         """That of a worker's process, where it is there."""
@@ -182,6 +197,7 @@ class WorkerConnections:
         return [] if here or not all(one in silent for one in others) else others
 
     def _close(self, worker: Worker) -> None:
+        self._reports.forget(worker)
         for connection in self._connections.pop(worker, {}).values():
             connection.close()
 
