@@ -76,14 +76,14 @@ def train(step: Step, schedule: Schedule, moves: tuple[Move, ...], join: Join | 
 def _assign(step: Step, parts: Parts) -> None:
     """Tell each member what it does, and before that, what it needs to know for it and does not yet."""
     lacking: dict[str, list[Worker]] = defaultdict(list)
-    contents = dict(step.state.contents)
+    live = dict(step.state.live)
     for worker, share in parts.shares.items():
-        known = contents.get(worker, ())
+        known = live[worker].contents
         unknown = [digest for digest in dict.fromkeys(share.contents) if digest not in known]
-        contents[worker] = (*known, *unknown)[-KEPT_CONTENTS:]
+        live[worker] = replace(live[worker], contents=(*known, *unknown)[-KEPT_CONTENTS:])
         for digest in unknown:
             lacking[digest].append(worker)
-    step.change(contents=PersistentMap(contents.items()))
+    step.change(live=PersistentMap(live.items()))
     for digest, workers in lacking.items():
         step.send(sorted(workers), Content(digest, msgspec.Raw(parts.contents[digest])))
     for worker, share in parts.shares.items():

@@ -64,6 +64,8 @@ class Present(msgspec.Struct, frozen=True):
 
     addresses: tuple[tuple[str, int], ...]
     """Where each of its ranks sends layers from."""
+    contents: tuple[str, ...] = ()
+    """By their digests, the contents of schedules that it has."""
 
 
 class Gathering(msgspec.Struct, frozen=True):
@@ -115,8 +117,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """All workers that are there: members, those that wait for the next order, those left out as they are slow."""
     paused: PersistentMap[Worker, Kept] = PersistentMap()
     """Members that have, with what they hold."""
-    contents: PersistentMap[Worker, tuple[str, ...]] = PersistentMap()
-    """By their digests, the contents of schedules that each worker has."""
     leaving: frozenset[Worker] = frozenset()
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
     stopping: bool = False
@@ -224,8 +224,7 @@ class Step(Effects):
         state, gone = self.state, frozenset(workers)
         self.change(live=state.live.without(*gone), members=state.members - gone, paused=state.paused.without(*gone),
                     leaving=state.leaving - gone, asked=state.asked.without(*gone),
-                    readable=state.readable.without(*gone),
-                    contents=state.contents.without(*gone))
+                    readable=state.readable.without(*gone))
         if isinstance(state.phase, Finishing):
             self.change(phase=replace(state.phase, finished=state.phase.finished.without(*gone)))
         if isinstance(state.phase, Rejoining):

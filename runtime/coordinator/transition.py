@@ -204,7 +204,7 @@ def _ready(step: Step, report: Ready) -> None:
         raise CommitLogError(f"workers {corpus[1]} and {worker} read different texts, or know other costs of samples; "
                              "give every node the same [training] and data")
     step.change(live=state.live.adding(worker, Present(report.addresses)), corpus=corpus,
-                lost=state.lost.without(worker), contents=state.contents.without(worker))
+                lost=state.lost.without(worker))
     if isinstance(state.phase, Rejoining):
         step.change(phase=state.phase.ready(worker, report.known, step.at))
 

@@ -82,7 +82,7 @@ class ExactWorld(World):
         if not abs(one.loss - right) <= TOLERANCE:
             raise Deviation(f"the loss of iteration {one.iteration} is {one.loss!r}, right is {right!r}")
         self.checked += 1
-        self.losses.write(one.iteration, one.loss, 0.1, 0.0)
+        self.log.commit(one.iteration, one.loss, 0.1)
 
     def save(self, iteration, states) -> None:
         self.disk_of.setdefault(iteration, {}).update(states)
