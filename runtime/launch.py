@@ -23,7 +23,7 @@ from slipstream.runtime.config import ConfigError, RunConfig
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
 from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
-from slipstream.runtime.coordinator.metrics import record_metrics
+from slipstream.runtime.coordinator.metrics import IterationMetrics, recoveries_in
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.run_log import Progress, RunLog, read_losses
 from slipstream.runtime.coordinator.writer import WriterThread
@@ -212,10 +212,11 @@ class _Launch:
             losses = None if behind is None else read_losses(out, first)
             begins = first + len(losses or ())
             writer = stack.enter_context(WriterThread(options.notify))
-            metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
-                                                         options.tensorboard, writer, options.observe_iteration))
-            log = stack.enter_context(RunLog(out, begins, writer, metrics=metrics, observer=options.observe,
-                                             progress=self.progress or (lambda *_: None)))
+            log = stack.enter_context(RunLog(
+                out, begins, writer, metrics=IterationMetrics(config.training, self.fit.work, recoveries_in(out)),
+                tensorboard=options.tensorboard, observer=options.observe,
+                iteration_observer=options.observe_iteration or (lambda _: None),
+                progress=self.progress or (lambda *_: None)))
             log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)

@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.runtime.coordinator.metrics import IterationObserver
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler
 from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
 from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.run_log import Observer
+from slipstream.runtime.coordinator.run_log import IterationObserver, Observer
 from slipstream.runtime.coordinator.settling import Settling
 from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS

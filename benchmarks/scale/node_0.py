@@ -26,7 +26,7 @@ from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.coordinator import event_loop
 from slipstream.runtime.coordinator.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.metrics import IterationWork, record_metrics
+from slipstream.runtime.coordinator.metrics import IterationMetrics, IterationWork
 from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.coordinator.run_log import RunLog, read_losses
@@ -130,8 +130,7 @@ def leading(first: Schedule, folder: Path, mark: Marks, local: NodeProcesses, *,
               options=RunOptions(notify=lambda news: mark("told", text=str(news)[:300])))
     places = {worker: node for node, share in enumerate(shares) for worker in share}
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(record_metrics(folder, len(losses or ()), config.training, IterationWork(
-            tokens=1, flops=1.0, peak_flops=None), None))
+        metrics = IterationMetrics(config.training, IterationWork(tokens=1, flops=1.0, peak_flops=None))
         log = stack.enter_context(RunLog(folder, len(losses or ()), metrics=metrics, observer=mark.event,
                                          progress=lambda iteration, _: mark("committed", iteration=iteration)))
         yield EventLoop(run, CommitLog(job=first.job), ProcessManager(

@@ -39,8 +39,8 @@
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took
     checkpoint_timer     when the next checkpoint is due
-    run_log              the record of a run: events.jsonl, losses.jsonl, its schedules
-    metrics              metrics.jsonl: loss, gradient norm, learning rate, speed, of each iteration
+    run_log              the record of a run: events.jsonl, losses.jsonl, metrics.jsonl, its schedules
+    metrics              what dashboards show of each iteration: loss, gradient norm, learning rate, speed
     tensorboard          the same for TensorBoard
     appended_file        files that never end a run
     writer               the thread that touches files

@@ -1,5 +1,5 @@
 """Run log: the record of a run. What happens goes to `events.jsonl`, a line for each iteration that is committed to
-`losses.jsonl` and to the metrics; each schedule that an order uses is kept once.
+`losses.jsonl` and `metrics.jsonl`, and to TensorBoard's files where wanted; each schedule of an order is kept once.
 
 All of the coordinator that has something to tell calls `RunLog.write` with one struct of `runtime.events`. The log
 fills in when that was. Where the run goes back, or another coordinator goes on, the lines of iterations that are run
@@ -20,13 +20,15 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.appended_file import AppendedFile, IterationLines
-from slipstream.runtime.coordinator.metrics import MetricsRecorder
+from slipstream.runtime.coordinator.metrics import IterationMetrics
+from slipstream.runtime.coordinator.tensorboard import TensorBoard
 from slipstream.runtime.coordinator.writer import AT_ONCE, Writer
-from slipstream.runtime.events import EVENTS, LOSSES, SCHEDULES, Event, Iteration, decode_iteration
+from slipstream.runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES, Event, Iteration, Metrics, decode_iteration
 
 DIGEST_LENGTH = 16
 Observer = Callable[[Event], None]
 """Called with each event, on the coordinator's thread."""
+IterationObserver = Callable[[Metrics], None]
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
 
@@ -34,22 +36,31 @@ Progress = Callable[[int, float], None]
 class RunLog:
     """Appends to the files in a run's folder. Raises OSError where they cannot be opened, and never later.
 
-    Lines of iterations before `first` that an earlier run left stay. `metrics` are told of a commit before the losses:
-    whoever is killed between the two has no iteration among the losses that the metrics lack. `write` has files
-    written, and says where that cannot be.
+    Lines of iterations before `first` that an earlier run left stay. Metrics are written before losses: whoever is
+    killed between the two has no iteration among the losses that the metrics lack. `write` has files written, and says
+    where that cannot be. Raises ConfigError where there is a folder for TensorBoard, and its package is not installed.
     """
 
-    def __init__(self, folder: Path, first: int = 0, write: Writer = AT_ONCE, *, metrics: MetricsRecorder | None = None,
-                 observer: Observer = lambda _: None, progress: Progress = lambda *_: None) -> None:
+    def __init__(self, folder: Path, first: int = 0, write: Writer = AT_ONCE, *,
+                 metrics: IterationMetrics | None = None, tensorboard: Path | None = None,
+                 observer: Observer = lambda _: None, iteration_observer: IterationObserver = lambda _: None,
+                 progress: Progress = lambda *_: None) -> None:
         self._folder = folder
         self._write = write
         self.iteration = first
         """The first iteration that is not committed."""
         self._metrics = metrics
         self._observer = observer
+        self._iteration_observer = iteration_observer
         self._progress = progress
         self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
+        self._shown: list[IterationLines | TensorBoard] = []
+        """Where metrics go."""
+        if metrics is not None:
+            self._shown.append(IterationLines(folder / METRICS, first, write.say))
+        if tensorboard is not None:
+            self._shown.append(TensorBoard(tensorboard, first))
         self._events = AppendedFile(folder / EVENTS, write.say)
         self._losses = IterationLines(folder / LOSSES, first, write.say)
 
@@ -71,16 +82,18 @@ class RunLog:
                          cost_error=None if cost_error is None else round(cost_error, 4))
         self.iteration = iteration + 1
         if self._metrics is not None:
-            self._metrics.committed(line, gradient_norm, evaluation)
+            shown = self._metrics.of(line, gradient_norm, evaluation)
+            for file in self._shown:
+                self._write(partial(file.append, shown))
+            self._iteration_observer(shown)
         self._write(partial(self._losses.append, line))
         self._progress(iteration, loss)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines of iterations from this one on, which are to be repeated."""
         self.iteration = iteration
-        if self._metrics is not None:
-            self._metrics.go_back(iteration)
-        self._write(partial(self._losses.go_back, iteration))
+        for file in (*self._shown, self._losses):
+            self._write(partial(file.go_back, iteration))
 
     def keep(self, schedule: bytes) -> None:
         """Keep a schedule in the folder; events name it by its digest."""
@@ -108,7 +121,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._events, self._losses):
+        for file in (*self._shown, self._events, self._losses):
             self._write(file.close)
 
 

@@ -1,17 +1,21 @@
 """Metrics: one line an iteration, whatever is run again, in the file and for TensorBoard."""
 
+import math
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.cli.shared.device_peak import peak_of
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
-from slipstream.runtime.coordinator import tensorboard
-from slipstream.runtime.coordinator.metrics import IterationWork, record_metrics
-from slipstream.runtime.events import METRICS, Iteration, OrderGiven, Resumed, decode_metrics
+from slipstream.runtime.coordinator import run_log, tensorboard
+from slipstream.runtime.coordinator.metrics import IterationMetrics, IterationWork, recoveries_in
+from slipstream.runtime.coordinator.run_log import RunLog
+from slipstream.runtime.events import METRICS, OrderGiven, Resumed, decode_metrics
 from slipstream.runtime.model.computing.slices import forms
 from slipstream.runtime.model.layers.flops import counted
 from slipstream.runtime.model.layers.layered_model import model_for
+from tests.runtime.coordinator.clock import Clock
 
 CONFIG = TrainingConfig(learning_rate=0.1, learning_rate_schedule="linear", iterations=10)
 WORK = IterationWork(tokens=600, flops=1e9, peak_flops=1e9)
@@ -28,35 +32,48 @@ def scalars(folder, tag):
     return [(one.step, one.value) for one in found.Scalars(tag)]
 
 
-def order(time, live=4, phase="whole"):
-    return OrderGiven(order=1, schedule="0" * 16, live=live, planned_period=1.0, phase=phase, time=time)
+@pytest.fixture
+def clock(monkeypatch):
+    """What the log takes for the time of day."""
+    clock = Clock()
+    clock.time = clock.monotonic
+    monkeypatch.setattr(run_log, "time", clock)
+    return clock
 
 
-def commit(recorder, iteration, at, loss=2.0):
-    recorder.committed(Iteration(iteration=iteration, loss=loss, period=0.5, time=at), 3.0, 1.5)
+def order(live=4, phase="whole"):
+    return OrderGiven(order=1, schedule="0" * 16, live=live, planned_period=1.0, phase=phase)
+
+
+def commit(log, clock, iteration, at, loss=2.0):
+    clock.now = at
+    log.commit(iteration, loss, 0.5, gradient_norm=3.0, evaluation=1.5)
 
 
 def recorded(folder, first=0):
-    return record_metrics(folder, first, CONFIG, WORK, folder / "shown")
+    return RunLog(folder, first, metrics=IterationMetrics(CONFIG, WORK, recoveries_in(folder)),
+                  tensorboard=folder / "shown")
 
 
-def test_each_iteration_has_one_line_whatever_is_repeated(tmp_path):
-    recorder = recorded(tmp_path)
-    recorder.observe(order(100.0))
+def test_each_iteration_has_one_line_whatever_is_repeated(clock, tmp_path):
+    log = recorded(tmp_path)
+    log.write(order())
     for iteration in range(4):
-        commit(recorder, iteration, 102.0 + 2 * iteration)
-    recorder.observe(order(109.0, 3, "at once"))
-    recorder.observe(Resumed(pause=1.0, live=3))
-    recorder.go_back(2)
-    commit(recorder, 2, 112.0, loss=None)
+        commit(log, clock, iteration, 102.0 + 2 * iteration)
+    clock.now = 109.0
+    log.write(order(3, "at once"))
+    log.write(Resumed(pause=1.0, live=3))
+    log.go_back(2)
+    commit(log, clock, 2, 112.0, loss=math.nan)
     assert [(one.iteration, one.live, one.recoveries) for one in lines(tmp_path)] == [(0, 4, 0), (1, 4, 0), (2, 3, 1)]
     assert scalars(tmp_path / "shown", "loss/training") == [(0, 2.0), (1, 2.0)]
     # Another process, while nobody has closed the files: its predecessor was killed, in the middle of a line.
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"iteration": 3, "lo')
+    clock.now = 200.0
     with recorded(tmp_path, 3) as other:
-        other.observe(order(200.0, 3, "at once"))
-        commit(other, 3, 201.0)
+        other.write(order(3, "at once"))
+        commit(other, clock, 3, 201.0)
     found = lines(tmp_path)
     assert [(one.iteration, one.recoveries) for one in found] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [one.tokens_per_second for one in found] == [300.0, 300.0, 150.0, 600.0]
@@ -68,8 +85,8 @@ def test_each_iteration_has_one_line_whatever_is_repeated(tmp_path):
 
 def test_what_nobody_knows_is_null(tmp_path):
     """An iteration that another coordinator had committed, before this one has given an order."""
-    with recorded(tmp_path) as recorder:
-        recorder.committed(Iteration(iteration=0, loss=None, time=5.0), None, None)
+    with recorded(tmp_path) as log:
+        log.commit(0, math.nan)
     (line,) = lines(tmp_path)
     assert line.live is line.phase is line.loss is line.gradient_norm is line.tokens_per_second is line.mfu is None
 
