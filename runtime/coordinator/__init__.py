@@ -7,9 +7,8 @@
     rank_reports         what the processes of a worker say, put together into what it says
     node_agents          which other nodes are there, what they are told, and the reports that they gather
     plausible            what a message may say
-    gathering            who is waited for before the first order
     stall_watch          who keeps the run from going on, when nothing has been committed for long
-    news                 what people are told, and what files keep of that and of what is committed
+    news                 what people are told, and what files keep of that and of what is committed; who is waited for
 
     transition           what each event changes, and what is decided then: a pure function of the state and the event
     run_state            the state of the run, which never changes; the step from one to the next
@@ -31,7 +30,6 @@
     join_planning        which workers fetch which layers while training goes on
     settling             whether layers move to a better schedule, and when that has paid
     slow_detector        which workers take longer than their peers, by what factor, since when
-    speed_watch          puts the times that workers report together for it
     speed_planning       what is planned for workers of certain speeds; who is left out
     slow_workers         which slow workers there are, when it is planned for them, when those left out are measured
     part_moves           which parts of layers move from which worker to which

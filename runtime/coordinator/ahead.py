@@ -26,14 +26,14 @@ MOST = 64
 Failure = tuple[Worker, ...]
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True):
     """An answer."""
 
     schedule: Schedule
     parts: Parts
 
 
-_KEPT = msgspec.msgpack.Decoder(Kept)
+_KEPT = msgspec.msgpack.Decoder(Answer)
 
 
 class AheadOfFailures:
@@ -59,7 +59,7 @@ class AheadOfFailures:
         self._classes = pipeline_classes(first.grid, first.times, first.memory)
         self._scheduler, self._background, self._domains, self._divided = scheduler, background, domains, divided
         self._known: dict[Pattern, bytes | None] = {}
-        """Each as `Kept`, compressed; None: there is no answer, or it is being found."""
+        """Each as `Answer`, compressed; None: there is no answer, or it is being found."""
         self._next: dict[Pattern, Failure] = {}
         self._busy = False
         preload()
@@ -117,4 +117,4 @@ class AheadOfFailures:
     def _kept(self, schedule: Schedule) -> bytes:
         if schedule.moves or not all(map(schedule.holds_of, schedule.seats)):
             raise NoScheduleError("it can be fitted to no other workers")
-        return zlib.compress(msgspec.msgpack.encode(Kept(schedule, self._divided(schedule))), 1)
+        return zlib.compress(msgspec.msgpack.encode(Answer(schedule, self._divided(schedule))), 1)

@@ -17,8 +17,7 @@ from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
-from slipstream.runtime.coordinator.news import News
+from slipstream.runtime.coordinator.news import TELL_SECONDS, News, who_is_awaited
 from slipstream.runtime.coordinator.node_agents import NodeAgents
 from slipstream.runtime.coordinator.planning import Finders, ScheduleService
 from slipstream.runtime.coordinator.plausible import Bounds, printable

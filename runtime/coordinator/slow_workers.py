@@ -9,7 +9,8 @@ believed to take the usual time; where it does not, it is found out within a few
 as long.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
@@ -17,11 +18,13 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.commit_log import Committed
 from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.slow_detector import SlowDetector, SpeedChange
+from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
 from slipstream.runtime.coordinator.speed_planning import Decision, SpeedQuestion, SpeedsPlanned, rounded
-from slipstream.runtime.coordinator.speed_watch import Cells, SpeedWatch
-from slipstream.schedules.schedule import Schedule, Speeds, Worker
+from slipstream.runtime.replay.recorder import OpTime
+from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Schedule, Speeds, Worker
 
+WARM_UP = 1
+"""Iterations of an order that say little: connections, caches and allocators are cold."""
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 640.0
 """Until a worker that is left out takes part again."""
@@ -75,18 +78,21 @@ def watched(first: Schedule, *, plans: bool, known: Mapping[Worker, float] = {})
     `plans`: whether anything plans for speeds; `known` is what another coordinator has found out since.
     """
     given = {worker: per_mille / 1000 for worker, per_mille in first.times.per_mille_of.items()}
-    found = SlowWorkers(plans=plans, watch=SpeedWatch(detector=SlowDetector({**given, **known}), cells=Cells(first)),
-                        given=given, factors=given)
+    found = SlowWorkers(plans=plans, detector=SlowDetector({**given, **known}), cells=Cells(first), given=given,
+                        factors=given)
     for worker, factor in known.items():
         found = found._knowing(worker, factor)
     return found
 
 
 class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the speeds of one run."""
+    """What is known of the speeds of one run. No detector that it has had ever changes."""
 
     plans: bool
-    watch: SpeedWatch
+    detector: SlowDetector
+    cells: "Cells"
+    begins: int = 0
+    """The first iteration that is looked at."""
     given: Mapping[Worker, float]
     factors: Mapping[Worker, float]
     """Planned for."""
@@ -124,8 +130,12 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
     def committed(self, one: Committed) -> "SlowWorkers":
         """With an iteration of the present order."""
-        watch, changes = self.watch.committed(one)
-        new = replace(self, watch=watch)
+        if one.iteration < self.begins:
+            return self
+        detector = self.detector.copy()
+        changes = detector.observe(one.iteration, one.window_seconds,
+                                   {report.worker: self.cells.of(report.times) for report in one.reports})
+        new = replace(self, detector=detector)
         if not changes:
             return new
         for change in changes:
@@ -137,7 +147,9 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         factors = _without(self.factors, [worker])
         if worker in self.given:
             factors[worker] = self.given[worker]
-        return replace(self, watch=self.watch.lost(worker), factors=factors, decision=None,
+        detector = self.detector.copy()
+        detector.lost(worker)
+        return replace(self, detector=detector, factors=factors, decision=None,
                        news=tuple(one for one in self.news if one.worker != worker),
                        left_out=_without(self.left_out, [worker]), pauses=_without(self.pauses, [worker]))
 
@@ -151,8 +163,10 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
             new = replace(
                 new, left_out={**self.left_out, **left_out},
                 pauses={**self.pauses, **{one: min(2 * pause, LONGEST_PAUSE_SECONDS) for one, pause in pauses.items()}})
-        return replace(new, decision=None, order=number, asked=None, present_seconds=None,
-                       watch=self.watch.order_begins(schedule, iteration))
+        detector = self.detector.copy()
+        detector.interrupt()
+        return replace(new, decision=None, order=number, asked=None, present_seconds=None, detector=detector,
+                       cells=Cells(schedule), begins=iteration + WARM_UP)
 
     def take_back(self, workers: Collection[Worker]) -> "SlowWorkers":
         """These are left out no longer, however slow they are."""
@@ -170,7 +184,9 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
         new = self.take_back(due)
         for worker in due:
-            new = replace(new, watch=new.watch.believe(worker, 1.0))._knowing(worker, 1.0)
+            detector = new.detector.copy()
+            detector.believe(worker, 1.0)
+            new = replace(new, detector=detector)._knowing(worker, 1.0)
         as_planned, speeds = new._as_planned(present), new._speeds()
         if as_planned and new.asked is not None:
             new = replace(new, asked=None, present_seconds=None)  # whatever was asked about other speeds
@@ -220,3 +236,23 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
 
 def _without(known: Mapping[K, V], gone: Collection[K]) -> dict[K, V]:
     return {one: value for one, value in known.items() if one not in gone}
+
+
+class Cells:
+    """What the slices of a schedule are, and what their ops take by plan on a worker of usual speed."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    @cached_property
+    def _planned(self) -> Mapping[tuple[str, int], tuple[LayerRange, float]]:
+        usual, schedule = replace(self._schedule.times, slow=()), self._schedule
+        return {(kind, slice_): (schedule.layers_of(slice_),
+                                 schedule.seconds(usual.duration_ticks(kind, slice_, Worker(0, 0))))
+                for kind in COMPUTE_KINDS for slice_ in range(len(schedule.layers_by_slice))}
+
+    def of(self, times: Sequence[OpTime]) -> list[CellTime]:
+        """Times by layers. What no worker can have run, is left out."""
+        planned = self._planned
+        return [CellTime(one.kind, known[0], one.number, one.seconds, known[1])
+                for one in times if (known := planned.get((one.kind, one.slice))) is not None]
