@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.cli.shared.console import refuse
 from slipstream.planner.job.file import extended_files
 
-OUTPUT_FILES = ("--out", "--html", "--perfetto", "--svg")
+OUTPUT_FILES = ("--out", "--job-out", "--html", "--perfetto", "--svg")
 """Options that name a file to write."""
 OUTPUT_FOLDERS = ("--out", "--tensorboard")
 """Options that name a folder to write to: what it has already is that command's affair."""

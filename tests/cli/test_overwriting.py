@@ -17,7 +17,8 @@ from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "cli" / "jobs" / "worked-example.toml"
-READ = {"--trace", "--params", "--measured", "--schedule", "--lengths", "--job", "--entry", "FILE", "FILE..."}
+READ = {"--trace", "--model", "--params", "--measured", "--schedule", "--lengths", "--job", "--entry", "FILE",
+        "FILE..."}
 """Options and arguments that name a file to read."""
 
 
