@@ -1,7 +1,8 @@
 """Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
 
     python -m benchmarks.chaos --events 300 --seed 1 [--grid 3x2] [--iterations 60] [--kind NAME] [--seconds 400]
-                               [--switch-interval 1e-6 | --double] [--node-0 0.3] [--log FILE] [--keep FOLDER]
+                               [--switch-interval 1e-6 | --double] [--node-0 0.3] [--pairs] [--log FILE]
+                               [--keep FOLDER]
 
 Trains a small GPT in float64, again and again, until so much has happened to the runs: workers die or lose their
 connections, by SIGKILL, SIGSTOP, an exception, a broken connection, or by just ending, or all of a node at once; before
@@ -12,7 +13,9 @@ roles move, nodes die, workers are slow, and layers move to better schedules, an
 place; when fewer live than there are stages, a new run goes on from it. With `--node-0`, such a share of the runs is
 led by a process of its own at first, which is killed, too; another one goes on with its workers. With
 `--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky moments. With `--double`,
-tensors travel over the scripted double of NCCL that tests use, not over gloo. The seeds of the runs are consecutive.
+tensors travel over the scripted double of NCCL that tests use, not over gloo. With `--pairs`, two things fail within
+one iteration: a worker and its buddy, or another one, or one that has just come back, or node 0 and one of them. The
+seeds of the runs are consecutive.
 
 Checked after each run: losses and parameters against the same training in one process; that nobody was started again
 who had not been lost; that no process, thread or open descriptor is left, and in the folder nothing that nobody needs.
@@ -25,6 +28,7 @@ import functools
 import itertools
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -34,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,8 +46,8 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
-from benchmarks.chaos_scenario import ChaosScenario, resilience, settings, watching_closely
+from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter, workers_below
+from benchmarks.chaos_scenario import CHECKPOINT_EVERY, ChaosScenario, resilience, settings, watching_closely
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.recovery import Recovery
@@ -83,7 +87,7 @@ class Storm(threading.Thread):
         self.stalled = False
         """Whether it has ended this process."""
 
-    def progress(self) -> None:
+    def progress(self, _: int = -1) -> None:
         """An iteration was committed."""
         self._progressed = time.monotonic()
         self._pause = self._seconds
@@ -111,10 +115,55 @@ class Storm(threading.Thread):
         self.join()
 
 
+class PairStorm(Storm):
+    """Kills two workers within an iteration, now and then, rather more often where a checkpoint is being written.
+
+    They are of one stage, as a worker and its buddy are, or of two; or the first one has just come back. `found` are
+    processes below which workers of another node 0 live.
+    """
+
+    def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float, tally: Tally,
+                 found: Mapping[str, int]) -> None:
+        super().__init__(fork_server, rng, seconds)
+        self._tally, self._tops = tally, (os.getpid(), *found.values())
+        self._victims = queue.SimpleQueue[tuple[float, int]]()
+        self._seen: dict[str, int] = {}
+
+    def progress(self, iteration: int = -1) -> None:
+        """An iteration was committed."""
+        super().progress()
+        now, saves = workers_below(*self._tops), (iteration + 1) % CHECKPOINT_EVERY in (0, 1)
+        new = [name for name, pid in now.items() if self._seen.get(name, pid) != pid]
+        self._seen |= now
+        if len(now) < 3 or not self._victims.empty() or self._rng.random() > (0.5 if new else 0.3 if saves else 0.06):
+            return
+        first = self._rng.choice(new or sorted(now))
+        others = sorted(now.keys() - {first})
+        peers = [name for name in others if name.partition(".")[2] == first.partition(".")[2]]
+        second = self._rng.choice(peers if peers and self._rng.random() < 0.6 else others)
+        what = "joiner and " if new else "worker and "
+        what += ("peer" if second in peers else "worker") + (" at a checkpoint" if saves else "")
+        self._tally.pairs[what] += 1
+        for name, pause in ((first, self._rng.uniform(0, 0.15)), (second, self._rng.uniform(0, 0.05))):
+            self._victims.put((pause, now[name]))
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._over.wait(0.01):
+            if time.monotonic() - self._progressed > STALL_SECONDS:
+                self.stalled = True
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            while not self._victims.empty() and not self._over.is_set():
+                pause, pid = self._victims.get()
+                time.sleep(pause)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
 @contextmanager
-def storming(fork_server: ForkServer, rng: random.Random, seconds: float) -> Iterator[Storm]:
+def storming(storm: Storm) -> Iterator[Storm]:
     """A storm for as long as the context lasts."""
-    storm = Storm(fork_server, rng, seconds)
     storm.start()
     try:
         yield storm
@@ -127,20 +176,22 @@ def storming(fork_server: ForkServer, rng: random.Random, seconds: float) -> Ite
 
 
 def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
-                  leaks: Leaks | None = None, storm_seconds: float = 3.0, node_0_dies: bool = False) -> None:
+                  leaks: Leaks | None = None, storm_seconds: float = 3.0, node_0_dies: bool = False,
+                  pairs: bool = False) -> None:
     """One training to its end, whatever happens; enters what happened. Raises ChaosError.
 
-    Where `node_0_dies`, a process of its own leads it at first.
+    Where `node_0_dies`, a process of its own leads it at first. With `pairs`, two things fail at a time.
     """
     reference = judge(setting.config, setting.job.microbatches, setting.iterations)
     found = dict[str, int]()
     tally.runs += 1
     with watching_closely():
         if node_0_dies:
-            found = led_by_another(setting, rng, out, tally)
+            found = led_by_another(setting, rng, out, tally, pairs=pairs)
         for life in itertools.count():
             try:
-                _live(setting, rng, fork_server, out, tally, storm_seconds=storm_seconds, found={} if life else found)
+                _live(setting, rng, fork_server, out, tally, storm_seconds=storm_seconds, found={} if life else found,
+                      pairs=pairs)
                 break
             except RunError as error:
                 if not any(reason in str(error) for reason in SURVIVED) or life > setting.iterations:
@@ -156,7 +207,7 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
 
 
 def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
-          storm_seconds: float, found: dict[str, int]) -> None:
+          storm_seconds: float, found: dict[str, int], pairs: bool) -> None:
     """One run, to its end or until too few are left. Raises RunError and ChaosError."""
     survivors = Survivors(found, lambda: fork_server.pids)
 
@@ -168,31 +219,37 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
         else:
             tally.told.append(news)
 
-    def progress(*_: object) -> None:
-        storm.progress()
+    def progress(iteration: int, _: float) -> None:
+        storm.progress(iteration)
         survivors.look(fork_server.pids)
 
     how = resilience(setting, rng, latest(out / "checkpoints"))
     whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
     load_dealing()
-    with storming(fork_server, rng, storm_seconds) as storm:
+    kind = PairStorm(fork_server, rng, storm_seconds, tally, found) if pairs else Storm(fork_server, rng, storm_seconds)
+    with storming(kind) as storm:
         run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
             options=RunOptions(notify=tell, force=True, observe=survivors.observe, topology=setting.nodes))
     tally.slowdowns += sum(one.iteration < setting.iterations for one in how.slowdowns)
     survivors.require()
 
 
-def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally: Tally) -> dict[str, int]:
+def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally: Tally, *,
+                   pairs: bool = False) -> dict[str, int]:
     """Have another process lead the training, which dies on the way; the processes below it then, by their names.
 
-    It may also end before, as too few are left. Raises ChaosError.
+    With `pairs` a worker dies with it, which may have just come back; more often than not at a checkpoint. It may also
+    end before, as too few are left. Raises ChaosError.
     """
-    dies = rng.randint(1, setting.iterations - 2)
+    dies = rng.randint(3 if pairs else 1, setting.iterations - 2)
+    if pairs and rng.random() < 0.6:
+        dies = max(3, dies // CHECKPOINT_EVERY * CHECKPOINT_EVERY - rng.randint(1, 2))
+    partner = rng.choice(("", "before", "after")) if pairs else ""
     pids: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         news = Path(folder) / "news.jsonl"
         words = [setting.name, str(setting.iterations), str(rng.random()), str(out), str(news), str(dies),
-                 rng.choice(("committed", "later"))]
+                 rng.choice(("committed", "later", "joining") if pairs else ("committed", "later")), partner]
         with subprocess.Popen([sys.executable, "-m", "benchmarks.chaos_leader", *words]) as leader:
             try:
                 status = leader.wait(10 * STALL_SECONDS)
@@ -207,6 +264,9 @@ def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally:
     if status not in (0, 1, -signal.SIGKILL):
         raise ChaosError(f"{out}: a node 0 of its own ended with status {status}")
     tally.leaders += status < 0
+    if pairs and status < 0:
+        what = ("joiner and " if words[-2] == "joining" else "worker and " if partner else "") + "node 0"
+        tally.pairs[what + " at a checkpoint" * ((dies + 1) % CHECKPOINT_EVERY in (0, 1))] += 1
     return pids if status < 0 else {}
 
 
@@ -264,7 +324,8 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         out = Path(folder) / "out"
         try:
-            train_through(setting, rng, fork_server, out, tally, leaks=leaks, node_0_dies=node_0_dies)
+            train_through(setting, rng, fork_server, out, tally, leaks=leaks, node_0_dies=node_0_dies,
+                          pairs=options.pairs)
             if tally.deviation > TOLERANCE:
                 wrong = f"deviation {tally.deviation:.3g}"
         except Exception as error:
@@ -278,7 +339,7 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
                 "seed": seed, "setting": setting.name, "node_0_dies": node_0_dies, "events": tally.events,
                 "kills": tally.kills, "returns": tally.returns, "slowdowns": tally.slowdowns, "leaders": tally.leaders,
                 "nodes": tally.nodes, "settled": tally.settled,
-                "found": tally.found, "left_out": tally.left_out, "back": tally.back,
+                "pairs": tally.pairs, "found": tally.found, "left_out": tally.left_out, "back": tally.back,
                 "lost": tally.lost, "deviation": tally.deviation, "wrong": wrong}) + "\n")
     return wrong
 
@@ -296,6 +357,7 @@ def main() -> None:
     how.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
     how.add_argument("--double", action="store_true", help="train over the double of NCCL")
     parser.add_argument("--node-0", type=float, default=0.0, metavar="SHARE", help="of the runs in which node 0 dies")
+    parser.add_argument("--pairs", action="store_true", help="two different things fail within one iteration")
     parser.add_argument("--log", type=Path, metavar="FILE", help="append what happened, a line a run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy there what is left of runs that go wrong")
     options = parser.parse_args()

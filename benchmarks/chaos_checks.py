@@ -1,5 +1,6 @@
 """What must be true after each run of `benchmarks.chaos`, and what is counted."""
 
+import contextlib
 import json
 import os
 import re
@@ -47,6 +48,8 @@ class Tally:
     """Times that all workers of a node were lost in one recovery."""
     leaders: int = 0
     """Times that node 0 was killed, and another one went on."""
+    pairs: Counter[str] = field(default_factory=Counter)
+    """Times that two things failed within an iteration, by what they are."""
     slowdowns: int = 0
     """Changes of workers' speeds."""
     found: int = 0
@@ -102,6 +105,7 @@ class Tally:
         """Count what another has counted, too."""
         self.recoveries += other.recoveries
         self.reasons += other.reasons
+        self.pairs += other.pairs
         self.deviation = max(self.deviation, other.deviation)
         for name in ("lost", "back", "nodes", "leaders", "slowdowns", "found", "left_out", "runs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -117,6 +121,7 @@ class Tally:
                 f"{self.settled} times settled, {meanwhile} iterations while layers were fetched, {self.found} changes "
                 f"of speed found, {self.left_out} workers left out, {self.back} times back to a checkpoint, "
                 f"{self.lost} times too few were left\n"
+                f"pairs: {', '.join(f'{count} {what}' for what, count in self.pairs.most_common()) or 'none'}\n"
                 f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms\n"
                 f"largest deviation {self.deviation:.3g}")
 
@@ -250,6 +255,18 @@ def below(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     return [one for child in mine for one in (child, *below(child))]
+
+
+def workers_below(*pids: int) -> dict[str, int]:
+    """The processes of workers below some processes, by the workers' names; of several ranks, the first that is found.
+    """
+    found: dict[str, int] = {}
+    for pid in (one for top in pids for one in below(top)):
+        with contextlib.suppress(OSError):
+            role, _, worker = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
+            if role == "worker" and lives(pid):
+                found.setdefault(_worker_of(worker), pid)
+    return found
 
 
 def _held() -> dict[str, list[str]]:

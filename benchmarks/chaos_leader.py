@@ -1,18 +1,23 @@
 """Leads a training of `benchmarks.chaos`, with failures, until it is killed by itself.
 
-    python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later
+    python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later|joining ""|before|after
 
-NAME is a scenario's. Iteration DIES is where: right after its loss is written, or some milliseconds later. Recoveries
-go to the file NEWS, and before it dies, the pids of its fork server and of its workers, by their names.
+NAME is a scenario's. Iteration DIES is where: right after its loss is written, or some milliseconds later, or while a
+worker joins that was killed before. A worker is killed just before this process or just after it, or none: that which
+joins, or any. Recoveries go to the file NEWS, and before it dies, the pids of its fork server and of its workers, by
+their names.
 """
 
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,9 +31,17 @@ from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer
+from slipstream.runtime.processes.process_manager import Return
+from slipstream.schedules.schedule import Worker
+
+JOIN_SECONDS = 60.0
+"""For which the return of a worker is waited for."""
+LATE = 10
+"""Iterations after which this process dies in any case."""
 
 
-def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str) -> None:
+def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str,
+         partner: str = "") -> None:
     torch.set_num_threads(1)
     setting, rng = scenario(name, int(iterations)), random.Random(seed)
     survivors = Survivors({}, lambda: fork_server.pids)
@@ -38,26 +51,51 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
             file.write(line + b"\n")
 
     def die() -> None:
+        pids = dict(fork_server.pids)
+        enter(json.dumps({"fork server": below(os.getpid())[0], **pids}).encode())
+        victim = pids.get(joiner) if when == "joining" and rng.random() < 0.5 else rng.choice([*pids.values()])
+        if partner == "before" and victim is not None:
+            os.kill(victim, signal.SIGKILL)
+            time.sleep(rng.uniform(0, 0.05))
+        elif partner == "after" and victim is not None:
+            subprocess.Popen(["sh", "-c", f"sleep {rng.uniform(0, 0.3):.3f}; kill -9 {victim}"],
+                             start_new_session=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_when_it_joins(before: int | None) -> None:
+        deadline = time.monotonic() + JOIN_SECONDS
+        while fork_server.pids.get(joiner, before) == before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 1.0))
+        die()
 
     def progress(iteration: int, _: float) -> None:
         survivors.look(fork_server.pids)
-        if iteration == int(dies):
-            enter(json.dumps({"fork server": below(os.getpid())[0], **fork_server.pids}).encode())
+        if when == "joining" and iteration == int(dies) - 2 and joiner in fork_server.pids:
+            pid = fork_server.pids[joiner]
+            os.kill(pid, signal.SIGKILL)
+            threading.Thread(target=die_when_it_joins, args=(pid,), daemon=True).start()
+        elif when != "joining" and iteration == int(dies):
             if when == "committed":
                 die()
             threading.Timer(rng.uniform(0.001, 0.1), die).start()
+        elif iteration == int(dies) + LATE:  # the one that was to join is dead for another reason
+            die()
 
     def tell(one: Recovery | SpeedEvent | str) -> None:
         if isinstance(one, Recovery):
             enter(msgspec.json.encode(one))
 
+    joiner = str(rng.choice(setting.workers))
+    how = resilience(setting, rng)
+    if when == "joining":
+        how = replace(how, returns=(*how.returns, Return(Worker.parse(joiner), int(dies) - 1)))
     with ExitStack() as stack:
         fork_server = stack.enter_context(ForkServer())
         stack.enter_context(watching_closely())
         try:
             run(plan_job(setting.job, method="greedy").schedule, setting.config, out=Path(out), progress=progress,
-                resilience=resilience(setting, rng), fork_server=fork_server,
+                resilience=how, fork_server=fork_server,
                 options=RunOptions(notify=tell, observe=survivors.observe, topology=setting.nodes))
             survivors.require()
         except (RunError, ChaosError) as error:  # too few were left, or a survivor was started again

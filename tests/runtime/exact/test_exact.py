@@ -12,7 +12,7 @@ from tests.runtime.exact.world import ExactWorld, small
 
 CONFIGS = {"whole": small(), "sharded": small(shard_optimizer=True),
            "clipped": small(shard_optimizer=True, clip_norm=1.0)}
-RARE, OFTEN = 0.0004, 0.001
+RARE, OFTEN = 0.001, 0.0025
 """Of deaths, whenever something happens."""
 
 
@@ -29,7 +29,7 @@ def play(seed: int, name: str, folder, *, nccl: bool) -> ExactWorld:
     """One run, to its end, or to where nobody is left. Raises Deviation."""
     rng = random.Random(seed)
     world = ExactWorld(rng, folder / f"{seed}-{name}-{nccl}", CONFIGS[name], nccl=nccl,
-                       every=rng.choice([0, 3, 4]), deadly=rng.choice([0.0, RARE, OFTEN]),
+                       every=rng.choice([0, 2, 3]), deadly=rng.choice([0.0, RARE, OFTEN]),
                        restarts=rng.choice([0.0, RARE, OFTEN]))
     try:
         world.play()

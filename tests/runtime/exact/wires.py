@@ -23,12 +23,15 @@ class Wires:
     def room(self, key, size):
         return self.rooms.setdefault(key, [None] * size)
 
+    def can(self):
+        """What may happen next, by the name of the method."""
+        return ["arrives"] if self.arriving else []
+
     def arrives(self) -> None:
-        """Something does, if anything is on its way."""
-        if self.arriving:
-            place = self.rng.randrange(len(self.arriving))
-            self.arriving[place], self.arriving[-1] = self.arriving[-1], self.arriving[place]
-            self.arriving.pop()()
+        """Something does that is on its way."""
+        place = self.rng.randrange(len(self.arriving))
+        self.arriving[place], self.arriving[-1] = self.arriving[-1], self.arriving[place]
+        self.arriving.pop()()
 
 
 class Store(dict):

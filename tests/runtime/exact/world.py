@@ -16,17 +16,19 @@ from slipstream.runtime.model.layers.layered_model import model_for, parameter_d
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.holding import build_holding
 from slipstream.runtime.model.state.part_state import elements_of
-from tests.runtime.coordinator.counting_workers import ITERATIONS, PLACEMENT
+from tests.runtime.coordinator.counting_workers import PLACEMENT
 from tests.runtime.coordinator.counting_world import ANSWERING, FIRST, WORKERS, World
 from tests.runtime.exact.process import CPU, Process
 from tests.runtime.exact.wires import Store, Wires
 from tests.runtime.failing import WIDE
 from tests.runtime.running import judge
 
+ITERATIONS = 6
+"""Of a run: enough for one to be lost, and to be back, several times."""
 TOLERANCE = 1e-12
 MOST = 4
 """Deaths of workers in a run, and of node 0: else it would never end."""
-BACK = 0.001
+BACK = 0.003
 """How likely a worker that has died is back whenever something happens."""
 ROUNDS = 60_000
 """Things that happen, at most: far more than a run takes."""
@@ -135,17 +137,24 @@ class ExactWorld(World):
             if worker not in self.workers and rng.random() < BACK:
                 self.note(f"{worker} is back")
                 self.workers[worker] = self.fresh(worker)
-        can = [(one, does) for one in self.workers.values() for does in one.can()]
-        can += [(self.wires, "arrives")] * (2 * bool(self.wires.arriving))
-        if can:
-            one, does = rng.choice(can)
-            getattr(one, does)()
+        acted = self.step()
         self.now += 0.02
-        if not can or rng.random() < 0.02:
-            self.now += 0.0 if can else 0.5
+        if not acted or rng.random() < 0.02:
+            self.now += 0.0 if acted else 0.5
             self.write(len(self.unwritten) * (self.disk.random() < 0.1))
             if self.taking_over is None or self.taking_over.known:
                 self.happens(Look())
+
+    def step(self) -> bool:
+        """Do one thing that can be done: of a worker drawn at random, or on the wires. Returns False if there is none.
+        """
+        actors = [*self.workers.values(), self.wires, self.wires]
+        first = self.rng.randrange(len(actors))
+        for one in (*actors[first:], *actors[:first]):
+            if can := [*one.can()]:
+                getattr(one, self.rng.choice(can))()
+                return True
+        return False
 
     def play(self) -> None:
         """To the end. Raises Deviation."""
