@@ -44,7 +44,7 @@ from slipstream.cli.shared.planning import chosen_recomputation, make_plan, plan
 from slipstream.cli.shared.refusals import refusals
 from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.cli.shared.run_progress import in_thread, shown
-from slipstream.cli.shared.started_again import started_again
+from slipstream.cli.shared.started_again import end_with_status, started_again
 from slipstream.cli.shared.train_answer import report, summary
 from slipstream.cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
 from slipstream.cli.shared.train_options import (
@@ -130,6 +130,8 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     if ctx.obj == PROGRAM:
         if here.node == 0 and coordinator_timeout:
             started_again(folder, _say)
+        elif here.node > 0:
+            end_with_status()
         name_process(f"node {here.node}", shlex.join(sys.argv[1:]))
     wanted = read_job_or_refuse(job, settings)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)

@@ -15,7 +15,7 @@ from pathlib import Path
 from slipstream.runtime.launch import Restarts
 from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
 from slipstream.runtime.processes.process_title import name_process
-from slipstream.runtime.processes.stop_signals import SIGNALS
+from slipstream.runtime.processes.stop_signals import FROM_SCHEDULERS, SIGNALS
 from slipstream.runtime.run_folder import left_behind
 
 MEANT = (signal.SIGHUP, signal.SIGQUIT)
@@ -57,6 +57,12 @@ def started_again(folder: Path, say: Callable[[str], None]) -> None:
         say(f"node 0 was killed by {signal.Signals(-status).name}, and is started again; its workers live")
         if (told := signal.sigtimedwait(PASSED_ON, pause)) is not None:
             os._exit(128 + told.si_signo)
+
+
+def end_with_status() -> None:
+    """Have what schedulers send end this process with status 128 + N, while no run takes it over."""
+    for number in FROM_SCHEDULERS:
+        signal.signal(number, lambda told, _: os._exit(128 + told))
 
 
 def _wait_for(child: int) -> int:
