@@ -53,6 +53,16 @@ def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2])
+def test_chaos_where_two_things_fail_at_a_time(seed, fork_server, tmp_path):
+    """Node 0 with a worker, or while one joins; then two workers, which have just come back or are of one stage."""
+    tally, setting = Tally(), settings("3x2", ITERATIONS)["sharded-clipped"]
+    train_through(setting, random.Random(seed), fork_server, tmp_path, tally, node_0_dies=True, pairs=True)
+    assert tally.leaders == 1 and tally.pairs, tally.report()
+    assert tally.deviation <= TOLERANCE, tally.report()
+
+
+@pytest.mark.slow
 def test_chaos_where_threads_take_turns_all_the_time(tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles"], gap=(3, 8))
     with switching(1e-6), ForkServer() as fork_server:
