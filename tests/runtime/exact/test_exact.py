@@ -41,11 +41,11 @@ def play(seed: int, name: str, folder, *, nccl: bool) -> ExactWorld:
 
 
 @pytest.mark.parametrize(("name", "nccl", "seeds"), [
-    ("sharded", True, [10, *range(3)]), ("clipped", False, [6, *range(3)]), ("clipped", True, [12, *range(3)]),
-    ("whole", False, range(2))])
+    ("sharded", True, [68, 72]), ("clipped", True, [0, 11, 14]), ("clipped", False, [17, 0, 1]),
+    ("sharded", False, [67, 71]), ("whole", False, range(2))])
 def test_numbers_are_those_of_one_process(name, nccl, seeds, tmp_path):
-    """Among these: a worker has begun a step of which it has not reported when node 0 dies; copies of others' parts
-    have been stepped early, for a checkpoint, when node 0 dies; an abort fills parameters that are being gathered."""
+    """On the code of c61998ca, before state had versions, losses of seeds 11, 14, 67 and 71 are wrong without a word,
+    and the runs of 68, 72, 0 and 17 over these transports hang."""
     seen = Counter()
     for seed in seeds:
         world = play(seed, name, tmp_path, nccl=nccl)
