@@ -111,9 +111,9 @@ class ForkServer:
         return self._name
 
     def clean_up(self, target: str, path: Path | str) -> None:
-        """Have `target`, a `module:function`, remove a file or a folder when the server ends.
+        """Have `target`, a `module:function`, remove a file or a folder should this process be killed.
 
-        So also where this process is killed. Errors are dropped. Raises ForkServerError.
+        Nobody hears of errors. Raises ForkServerError.
         """
         self._ask(CleanUp(target, str(path)))
 

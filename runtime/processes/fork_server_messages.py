@@ -45,7 +45,7 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
-    """Remove something when the server ends: the launcher may have been killed, and not have done so."""
+    """Remove something when the server ends without having been told to: its launcher has been killed."""
 
     target: str
     """`module:function`, called with the path. It finds out whether anybody uses that."""

@@ -55,7 +55,7 @@ class _Server:
         self._launcher: socket.socket | None = None
         """The connection to one that has adopted this server."""
         self._clean_up: dict[CleanUp, None] = {}
-        """What to remove at the end."""
+        """What to remove at the end, where no launcher has told this server to end."""
 
     def serve(self) -> None:
         try:
@@ -140,6 +140,7 @@ class _Server:
                 self._clean_up[request] = None
             elif isinstance(request, End):
                 self._hold, self._asked.closed = None, True
+                self._clean_up.clear()  # the launcher lives, and does that itself
             else:
                 self._kill_all()
 
