@@ -73,6 +73,7 @@ from slipstream.cli.shared.train_options import (
     TableFolder,
     Tensorboard,
     TrainingSeed,
+    VerifyEvery,
 )
 from slipstream.cli.start import PROGRAM
 from slipstream.planner.failures import FailurePlanner
@@ -91,7 +92,7 @@ from slipstream.runtime.processes.parent_death import signal_at_death_of_parent
 from slipstream.runtime.processes.process_title import name_process
 from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
 from slipstream.runtime.run_folder import left_behind
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
@@ -107,6 +108,7 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
           ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
           bring_back: BringBack = None, slow: Slow = None, faults_per_hour: FaultsPerHour = FAULTS_PER_HOUR,
+          verify_every: VerifyEvery = VERIFY_EVERY,
           heartbeat_timeout: HeartbeatTimeout = 5.0,
           join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
           coordinator_timeout: CoordinatorTimeout = COORDINATOR_TIMEOUT_SECONDS,
@@ -195,8 +197,8 @@ def train(ctx: typer.Context, job: JobFile, settings: Settings = None, schedule:
     resilience = Resilience(
         scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner,
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
-        node_failures=rehearsals.node_failures, returns=rehearsals.returns,
+        checkpoint_every=checkpoint_every, verify_every=verify_every, resume=resume_from,
+        injections=rehearsals.injections, node_failures=rehearsals.node_failures, returns=rehearsals.returns,
         faults_per_hour=0 if rehearsals.kills else faults_per_hour, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)

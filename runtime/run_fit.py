@@ -119,4 +119,5 @@ def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous
         forms=fit.forms, data=fit.data, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
-        checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
+        checkpoint_every=resilience.checkpoint_every, verify_every=resilience.verify_every,
+        fetch_bytes_per_second=resilience.fetch_bytes_per_second)

@@ -19,7 +19,7 @@ from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECOND
 from slipstream.runtime.protocol.authentication import Secret
 from slipstream.runtime.protocol.failure_injection import Injection, Slowdown
 from slipstream.runtime.protocol.rendezvous import Rendezvous
-from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
 from slipstream.schedules.schedule import Worker
 
 Notify = Callable[[Recovery | SpeedEvent | str], None]
@@ -48,6 +48,9 @@ class Resilience:
     """
     checkpoint_every: int | None = 0
     """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
+    verify_every: int = VERIFY_EVERY
+    """Iterations from one comparison of workers' copies of parameters and optimizer state to the next; 0: they are
+    compared where an order begins, a checkpoint is written, and before the last step."""
     resume: Checkpoint | None = None
     """Where to go on from."""
     rebalancer: Rebalancer | None = None

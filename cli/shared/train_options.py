@@ -62,6 +62,11 @@ FaultsPerHour = Annotated[int, typer.Option("--faults-per-hour", rich_help_panel
                                             help=(
     "Start a worker again that crashes, each time after a longer pause, until it has more than N faults within an "
     "hour, or its node twice as many; 0, and while --kill rehearses failures: who is dead stays out."))]
+VerifyEvery = Annotated[int, typer.Option("--verify-every", rich_help_panel=FAILURES,
+                                          metavar="N", min=0, max=MAX_ITERATIONS, help=(
+    "Compare the copies of parameters and optimizer state that workers hold every N iterations, besides after each "
+    "failure and with each checkpoint. Where they differ, give up who is known to be wrong, and go back to a "
+    "checkpoint where numbers may rest on it. 0: not besides."))]
 HeartbeatTimeout = Annotated[float, typer.Option("--heartbeat-timeout", rich_help_panel=WAITING,
                                                  metavar="SEC", min=0.1, max=3600, help=(
     "Give up a worker that shows no sign of life for so long."))]

@@ -16,7 +16,8 @@
     persistent_map       a map whose versions share their entries
     boundary             what is prepared while all train, and the iteration before which all stop for it
     next_order           what follows once all have paused
-    going_back           what follows where nobody holds some layer any more
+    comparing            whether all who hold some state hold the same
+    going_back           what follows where nobody holds some layer any more, or copies of it differ
     take_over            what a coordinator goes on from that is started anew
     journal              what it knows from the events of the one before it
     schedule_choice      which schedule to ask for

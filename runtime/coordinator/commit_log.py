@@ -1,7 +1,8 @@
 """Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
 
 An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
-stages, its factor is known (`runtime.model.state.clipping`). It is never undone, unless all holders of a layer are
+stages, its factor is known (`runtime.model.state.clipping`); not where copies of what it was run on differ, as far as
+they have been compared. It is never undone, unless all holders of a layer are
 lost. A member that has stepped the next one, too, can go back by one step.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from slipstream.runtime.coordinator.comparing import Difference, find_difference
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.protocol.to_coordinator import Finished, Ran
 from slipstream.runtime.protocol.to_worker import Factor
@@ -60,6 +62,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     reports: Mapping[int, PersistentMap[Worker, Ran]] = {}
     """Of the order's iterations that are not committed."""
     factors: Mapping[int, float | None] = {}
+    difference: Difference | None = None
+    """Of the order, where copies differ: no iteration is committed that was run on these."""
     losses_of: PersistentMap[int, float] = PersistentMap()
     """Of the committed iterations of this run."""
     windows: PersistentMap[int, float] = PersistentMap()
@@ -114,7 +118,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
     def begin(self, order: int, members: Collection[Worker]) -> "CommitLog":
         """An order begins, with these members. Iterations that are not committed are dropped."""
-        return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(),
+        return replace(self, order=order, members=len(members), reports={}, digests=PersistentMap(), difference=None,
                        factors={one: factor for one, factor in self.factors.items() if one < self.next_iteration})
 
     def ran(self, *reports: Ran) -> tuple["CommitLog", list[Committed]]:
@@ -122,7 +126,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises CommitLogError when a loss is not finite.
         """
-        known, following = dict(self.reports), self.next_iteration
+        known, following, difference = dict(self.reports), self.next_iteration, self.difference
         for report in reports:
             if report.order != self.order or report.iteration < following:
                 continue
@@ -131,7 +135,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
                                      "training.learning_rate")
             mine = known[report.iteration] if report.iteration in known else PersistentMap[Worker, Ran]()
             known[report.iteration] = mine.adding(report.worker, report)
-        return replace(self, reports=known)._with_committed()
+            if len(known[report.iteration]) == self.members and difference is None:
+                difference = find_difference(report.iteration, (one for _, one in known[report.iteration].items()))
+        return replace(self, reports=known, difference=difference)._with_committed()
 
     def validated(self, order: int, factor: Factor) -> tuple["CommitLog", list[Committed]]:
         """With the factor of an iteration; the iterations that are now committed."""
@@ -178,7 +184,8 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def _with_committed(self) -> tuple["CommitLog", list[Committed]]:
         log, committed = self, list[Committed]()
         while len(log.reports.get(log.next_iteration, ())) >= max(1, log.members) and (
-                not log.validates or log.next_iteration in log.factors):
+                not log.validates or log.next_iteration in log.factors) and (
+                log.difference is None or log.next_iteration < log.difference.iteration):
             one = _put_together(log.next_iteration, [report for _, report in
                                                      sorted(log.reports[log.next_iteration].items())])
             committed.append(one)

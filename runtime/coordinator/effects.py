@@ -22,6 +22,13 @@ class Send(msgspec.Struct, frozen=True):
     message: ToWorker
 
 
+class GiveUp(msgspec.Struct, frozen=True):
+    """End a worker's processes, and count it as lost."""
+
+    worker: Worker
+    reason: str
+
+
 class Effects:
     """Collects those of one event, which happened `at` a time by time.monotonic."""
 

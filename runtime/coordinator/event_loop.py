@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.ahead import AheadOfFailures
 from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
-from slipstream.runtime.coordinator.effects import Send
+from slipstream.runtime.coordinator.effects import GiveUp, Send
 from slipstream.runtime.coordinator.news import TELL_SECONDS, News, who_is_awaited
 from slipstream.runtime.coordinator.node_agents import NodeAgents
 from slipstream.runtime.coordinator.planning import Finders, ScheduleService
@@ -212,6 +212,9 @@ class EventLoop:
             case Send():
                 for worker in effect.workers:
                     self._workers.send(worker, effect.message)
+            case GiveUp():
+                self.processes.kill(effect.worker)
+                self._put(partial(self._workers.give_up, effect.worker, effect.reason))
             case Committed():
                 self.news.committed(effect)
                 self.processes.committed(effect.iteration)
@@ -236,9 +239,7 @@ class EventLoop:
                 self._notify(effect)
             case Found():
                 for worker in self._workers.incomplete:  # its other ranks would be told to forget what they hold
-                    self.processes.kill(worker)
-                    self._put(partial(self._workers.give_up, worker,
-                                      f"worker {worker} was not found whole by the new node 0"))
+                    self._carry_out(GiveUp(worker, f"worker {worker} was not found whole by the new node 0"))
                 self.news.took_over(effect)
                 self.processes.start_missing()
 

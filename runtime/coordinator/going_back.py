@@ -1,4 +1,4 @@
-"""Going back: where a run goes on from when nobody holds some layer any more.
+"""Going back: where a run goes on from when nobody holds some layer any more, or copies of it differ.
 
 All workers are asked which checkpoints they can read: nodes may have folders of their own. The newest of all is taken.
 Before the first checkpoint the run can begin anew, since every worker can build what it begins with.
@@ -23,19 +23,29 @@ ANSWER_SECONDS = 30.0
 """To look which checkpoints there are. Whoever takes longer has a file system that hangs, and reads none."""
 
 
-def give_order(step: Step, missing: int) -> None:
-    """Nobody holds a layer: go back to the newest checkpoint that a live worker can read, or to the beginning.
-
-    Nothing happens where an answer of a worker, or a schedule, has to come first. A run that is told to end ends here:
-    that checkpoint is what it goes on from. Raises RunError where nobody is left, or there is no schedule.
-    """
-    state, partition, placement = step.state, step.rules.partition, step.rules.placement
-    everyone, first = state.everyone, state.log.next_iteration
+def why_lost(step: Step, missing: int) -> str:
+    """Why nobody holds a layer any more."""
+    state, placement = step.state, step.rules.placement
     reasons = reasons_of(state.lost, missing, state.grid, placement, state.members, state.ready)
     held = any(missing in layers for layers in state.holds.values())
-    why = f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}" if held else \
+    return f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}" if held else \
         f"stage {placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
-    if state.stopping:
+
+
+def give_order(step: Step, why: str) -> None:
+    """Nobody holds a layer, or what is held is in doubt: go back to the newest checkpoint that a live worker can read,
+    or to the beginning.
+
+    Copies are compared whenever a checkpoint is written, and then the iteration is committed: in doubt, those that were
+    written before one that is committed are right.
+
+    Nothing happens where an answer of a worker, or a schedule, has to come first. A run that is told to end, and has
+    lost layers, ends here: that checkpoint is what it goes on from. Raises RunError where nobody is left, or there is
+    no schedule.
+    """
+    state, placement, partition = step.state, step.rules.placement, step.rules.partition
+    everyone, first, start = state.everyone, state.log.next_iteration, step.rules.iterations.start
+    if state.stopping and state.doubt is None:
         orders.leave(step, why)
         return
     if not everyone:
@@ -46,7 +56,7 @@ def give_order(step: Step, missing: int) -> None:
     readable, asked = step.state.readable, step.state.asked
     if any(worker not in readable and step.at - asked[worker] <= ANSWER_SECONDS for worker in everyone):
         return
-    possible = range(step.rules.iterations.start, first + 1)
+    possible = range(start, first + 1 if state.doubt is None else max(first, start + 1))
     nothing = f"{why}; no live worker can read a checkpoint, or build what the run began with"
     if newest(readable, everyone, possible) is None:
         raise RunError(nothing)
@@ -62,8 +72,9 @@ def give_order(step: Step, missing: int) -> None:
     if back is None:
         raise RunError(nothing)
     iteration, readers = back
-    step.change(recovery=state.recovery.begin(step.at).went_back(iteration, first - iteration),
-                log=state.log.go_back(iteration), asked=PersistentMap(), readable=PersistentMap())
+    recovery = state.recovery.begin(step.at).went_back(iteration, first - iteration, in_doubt=state.doubt is not None)
+    step.change(recovery=recovery, doubt=None, log=state.log.go_back(iteration), asked=PersistentMap(),
+                readable=PersistentMap())
     step.do(WentBack(lost=first - iteration, reason=why))
     reads = who_reads_what(placement.held_by(schedule), readers)
     moves = partition.moves(

@@ -26,7 +26,9 @@ def give(step: Step) -> None:
         step.change(slow=state.slow.take_back(state.slow.left_out))
     everyone = step.state.everyone
     if missing:
-        going_back.give_order(step, missing[0])
+        going_back.give_order(step, going_back.why_lost(step, missing[0]))
+    elif state.doubt is not None:
+        going_back.give_order(step, state.doubt)
     elif not everyone:
         why = f"no worker is left: {lost_workers.reasons(state.lost)}"
         if not state.stopping:

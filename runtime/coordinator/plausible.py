@@ -55,6 +55,8 @@ class Bounds:
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
             case Ran(squares=float()) if message.squares is not None and not 0 <= message.squares < math.inf:
                 return "it says that its gradients have a norm that there is not"
+            case Ran() if not all(one.layer in range(self.setup.cuts[-1]) for one in message.checksums):
+                return "it says that it holds layers that there are not"
             case Ran():
                 return _wrong_times(message.times)
             case Validated() if message.factor.iteration not in iterations:

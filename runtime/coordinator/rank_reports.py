@@ -13,6 +13,7 @@ from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.runtime.protocol.to_coordinator import (
     NOTHING_KEPT,
     Checkpoints,
+    Checksum,
     FetchUpToDate,
     Finished,
     Known,
@@ -113,7 +114,11 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
 def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
     """The loss is the same at all ranks; sums of squares are of each one's shards."""
     squares = [one.squares for one in reports]
+    sums: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
+    for one in (one for report in reports for one in report.checksums):
+        sums[one.what] = (*sums.get(one.what, ()), *one.sums)
     return replace(first, window_seconds=max(one.window_seconds for one in reports),
+                   checksums=tuple(Checksum(*what, mine) for what, mine in sums.items()),
                    squares=None if None in squares else math.fsum(one for one in squares if one is not None))
 
 

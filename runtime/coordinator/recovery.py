@@ -32,8 +32,10 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     not both in this run."""
 
     went_back_to: int | None = None
-    """Where nobody held some layer any more: the iteration of the checkpoint that the run went back to, or its first.
-    """
+    """Where nobody held some layer any more, or copies of it differed: the iteration of the checkpoint that the run
+    went back to, or its first."""
+    in_doubt: bool = False
+    """Whether it went back because copies differed."""
     repeated: int = 0
     """Committed iterations that are run again for that; their numbers are the same."""
     settled: bool = False
@@ -45,7 +47,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
         causes = ", ".join([*self.reasons, *lost, *back]) or self.broken or (
             "layers have moved" if self.settled else "a connection broke")
         again = "" if self.went_back_to is None else (
-            f": no live worker had all layers, so the run went back to iteration {self.went_back_to}, and "
+            f": {'' if self.in_doubt else 'no live worker had all layers, so '}the run went back to iteration "
+            f"{self.went_back_to}, and "
             f"{self.repeated} iterations are run again, with the same numbers")
         return f"{causes}{again}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
 
@@ -63,6 +66,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     meanwhile: int = 0
     settled: bool = False
     back_to: int | None = None
+    in_doubt: bool = False
     repeated: int = 0
     committed_at: float | None = None
     without_gap: int = 0
@@ -98,10 +102,10 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, returned=self.returned.union(returned), settled=settled, meanwhile=meanwhile,
                        ordered_at=at)
 
-    def went_back(self, iteration: int, repeated: int) -> "RecoveryClock":
-        """Layers were lost: iterations from this one on are run again."""
+    def went_back(self, iteration: int, repeated: int, *, in_doubt: bool) -> "RecoveryClock":
+        """Layers were lost, or are in doubt: iterations from this one on are run again."""
         before = iteration if self.back_to is None else min(self.back_to, iteration)
-        return replace(self, back_to=before, repeated=self.repeated + repeated)
+        return replace(self, back_to=before, repeated=self.repeated + repeated, in_doubt=self.in_doubt or in_doubt)
 
     def end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
         """All members have begun their first op: that ends the recovery, where there is one."""
@@ -110,7 +114,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         recovery = Recovery(
             iteration=iteration, dead=self.dead, nodes=self.nodes, live=live, returned=tuple(sorted(self.returned)),
             reasons=tuple(reason for _, reason in self.deaths), seconds=at - self.began, broken=self.broken,
-            meanwhile=self.meanwhile, went_back_to=self.back_to, repeated=self.repeated,
+            meanwhile=self.meanwhile, went_back_to=self.back_to, in_doubt=self.in_doubt, repeated=self.repeated,
             settled=self.settled and not self.deaths and not self.returned)
         return RecoveryClock(ordered_at=self.ordered_at, meanwhile=self.meanwhile, settled=self.settled,
                              committed_at=self.committed_at, without_gap=self.without_gap + 1,

@@ -123,6 +123,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the run is to end at the next iteration, with a checkpoint."""
     vain: int = 0
     """Orders, the last ones before the present one, in which nobody has begun."""
+    doubt: str | None = None
+    """Why nothing can be gone on from that members hold: the run is to go back."""
+    doubted: int = -1
+    """The iteration before which copies differed when it went back last, and nobody could tell who was right."""
     cut_for: CutFor = {}
     """Of the present order, the ranges whose parts stay as they are, as some have gone who keep them."""
     corpus: tuple[str, Worker] | None = None

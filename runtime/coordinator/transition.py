@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import boundary, next_order, orders
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
+from slipstream.runtime.coordinator.comparing import Difference
+from slipstream.runtime.coordinator.effects import GiveUp
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import ScheduleFound
@@ -27,6 +29,7 @@ from slipstream.runtime.coordinator.run_state import (
 )
 from slipstream.runtime.coordinator.speed_planning import SpeedsPlanned
 from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
 from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
@@ -215,7 +218,12 @@ def _ran(step: Step, reports: Sequence[Ran]) -> None:
     Whoever runs no micro-batch passes nothing on that the others would wait for, so that these are not acknowledged
     before it has reported, too: nobody is more than one step ahead of the last committed iteration.
     """
+    compared = step.state.log.difference
     _commit(step, *step.state.log.ran(*reports))
+    if (difference := step.state.log.difference) is not None:
+        if compared is None:
+            _differ(step, difference)
+        return  # nobody steps the next iteration before all reports are acknowledged: this one can be undone
     state, phase = step.state, step.state.phase
     mine = [one for one in reports if isinstance(phase, Training) and one.order == state.order
             and one.worker in state.members]
@@ -249,6 +257,21 @@ def _commit(step: Step, log: CommitLog, committed: Iterable[Committed]) -> None:
         step.do(one)
         state = step.state
         step.change(recovery=state.recovery.committed(step.at), slow=state.slow.committed(one))
+
+
+def _differ(step: Step, difference: Difference) -> None:
+    """Copies differ: who is known to be wrong is given up, and where numbers may rest on what is wrong, the run goes
+    back. Raises RunError where it has gone back for that before, and has come no further."""
+    why = str(difference)
+    if not difference.wrong and difference.iteration <= step.state.doubted:
+        raise RunError(f"{why}, and they did before the run went back: their hardware, or libraries, compute otherwise")
+    step.do(Noted(text=why))
+    step.change(recovery=step.state.recovery.broke(why, step.at))
+    for worker in difference.wrong:
+        step.do(GiveUp(worker, f"worker {worker} was wrong: {why}"))
+    if difference.spread:
+        step.change(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
+    orders.end(step)
 
 
 def _started(step: Step, report: Started) -> None:

@@ -13,6 +13,7 @@ number.
 import os
 import signal
 from collections.abc import Callable, Iterable
+from random import Random
 from typing import Literal
 
 import msgspec
@@ -20,7 +21,7 @@ import torch
 
 from slipstream.schedules.schedule import Worker
 
-Action = Literal["kill", "stop", "raise", "cut", "exit", "memory"]
+Action = Literal["kill", "stop", "raise", "cut", "exit", "memory", "flip parameters", "flip state", "flip copy"]
 Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", "met", "moved", "asked", "loaded",
                       "followed"]
 
@@ -32,8 +33,8 @@ class Injection(msgspec.Struct, frozen=True):
     iteration: int
     place: Place = 0
     action: Action = "kill"
-    """SIGKILL, SIGSTOP, an exception, connections that break, a process that just ends, or a device without
-    room."""
+    """SIGKILL, SIGSTOP, an exception, connections that break, a process that just ends, a device without room, or a
+    bit that flips, in a worker's parameters, its optimizer's state, or its copy of another one's."""
     rank: int = 0
     """Which of the worker's processes fails, where it is several."""
 
@@ -74,6 +75,8 @@ class Injector:
         self.replace(injections)
         self.cut: Callable[[], None] = lambda: None
         """Breaks the worker's connections."""
+        self.flip: Callable[[str, Random], object] = lambda *_: None
+        """Flips a bit of what it keeps of something, as drawn."""
 
     def replace(self, injections: Iterable[tuple[int, Injection]]) -> None:
         """From now on, these are to come: another node 0 may know of others."""
@@ -96,6 +99,8 @@ class Injector:
             os._exit(3)
         elif action == "cut":
             self.cut()
+        elif action.startswith("flip "):
+            self.flip(action.removeprefix("flip "), Random(index))
         elif action == "memory":
             raise torch.OutOfMemoryError("injected")
         else:

@@ -109,6 +109,23 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     order: int
 
 
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    """That of elements [start, stop) of a layer that a worker holds (`runtime.model.state.checksum`)."""
+
+    layer: int
+    start: int
+    stop: int
+    state: bool
+    """With the optimizer's state, else of the parameters alone."""
+    sums: tuple[int, ...]
+    """Of each rank."""
+
+    @property
+    def what(self) -> tuple[int, int, int, bool]:
+        """Of what it is: where this is the same, the sums must be."""
+        return self.layer, self.start, self.stop, self.state
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """A worker has stepped its optimizer, and waits for `Acknowledged`.
 
@@ -130,6 +147,8 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """The sum of squares of the gradients that it speaks for, before clipping; None when that is not finite."""
     evaluation: float | None = None
     """Where the parameters were evaluated after this iteration: its part of the mean loss; None when not finite."""
+    checksums: tuple[Checksum, ...] = ()
+    """Where copies are compared, of all that it held before its step."""
 
 
 class ReportOf(msgspec.Struct, frozen=True, array_like=True):

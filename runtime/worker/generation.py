@@ -146,6 +146,7 @@ class Generation:
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut
+        self._context.injector.flip = self._context.layer_store.flip_bit
         reason, out_of_memory = None, False
         try:
             self._context.injector.at(self._order.first_iteration, "ordered")

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from random import Random
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from slipstream.runtime.model.state.followed_part import HOST
 from slipstream.runtime.model.state.holding import Holding
 from slipstream.runtime.model.state.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from slipstream.runtime.model.state.parts import Cut, Elements, Span, without
-from slipstream.runtime.protocol.to_coordinator import Kept
+from slipstream.runtime.protocol.to_coordinator import Checksum, Kept
 from slipstream.runtime.worker.layer_messages import PartName
 from slipstream.schedules.layers import LayerRange, joined_ranges
 from slipstream.schedules.schedule import Worker
@@ -80,6 +81,22 @@ class LayerStore:
     def receive(self, received: Iterable[PartState]) -> None:
         """Parts have come for an order: keep them, too, until the next `keep_parts`."""
         self._received = [*(one for one in self._received if one.state), *received]
+
+    def checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
+        """Have the checksums summed of all that is held, as it is after an iteration; what waits for them. Raises
+        VersionError."""
+        found = list(self.holding.optimizer.checksums(after))
+
+        def read() -> tuple[Checksum, ...]:
+            sums = torch.stack([one for *_, one in found]).tolist() if found else ()
+            return tuple(Checksum(layer, *span, state, (value,))
+                         for (layer, span, state, _), value in zip(found, sums, strict=True))
+
+        return read
+
+    def flip_bit(self, what: str, rng: Random) -> None:
+        """Break what is held, on purpose (`PartOptimizer.flip_bit`)."""
+        self.holding.optimizer.flip_bit(what, rng)
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.

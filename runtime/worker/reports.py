@@ -6,7 +6,7 @@ import queue
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.steps import Steps
 from slipstream.runtime.protocol.node_reports import AGENT_SECONDS
-from slipstream.runtime.protocol.to_coordinator import Ran, Validated
+from slipstream.runtime.protocol.to_coordinator import Checksum, Ran, Validated
 from slipstream.runtime.protocol.to_worker import Acknowledged, Factor
 from slipstream.runtime.replay.links import OrderEndedError
 from slipstream.runtime.replay.recorder import Recorder
@@ -43,13 +43,14 @@ class Reports:
         """No report is waited for any more: it is answered only with those of others, who may be gone."""
         self._acknowledged.put(None)
 
-    def report(self, iteration: int, loss: float, steps: Steps, recorder: Recorder, evaluation: float | None) -> None:
+    def report(self, iteration: int, loss: float, steps: Steps, recorder: Recorder, evaluation: float | None,
+               checksums: tuple[Checksum, ...]) -> None:
         """Report an iteration; the first member also says how all have stepped it, once that is known."""
         context, number = self._part.context, self._part.order.order
         self.reached = iteration
         self._open = Ran(context.worker, number, iteration, finite(loss), recorder.window_seconds(),
                          recorder.times(), recorder.ops(), finite(steps.squares),
-                         None if evaluation is None else finite(evaluation))
+                         None if evaluation is None else finite(evaluation), checksums)
         context.reporter.send(self._open)
         if context.worker == self._part.schedule.members[0] and watches_gradients(context.config.training):
             steps.when_validated(lambda: self._validated(steps))

@@ -16,7 +16,7 @@ from slipstream.runtime.model.layers.calling import Batch, on_device
 from slipstream.runtime.model.state.clipping import watches_gradients
 from slipstream.runtime.model.state.part_state import PartState, pack_parts, unpack_parts
 from slipstream.runtime.model.state.steps import Steps
-from slipstream.runtime.protocol.to_coordinator import Started
+from slipstream.runtime.protocol.to_coordinator import Checksum, Started
 from slipstream.runtime.replay.evaluation import Evaluation, EvaluationMode
 from slipstream.runtime.replay.exchange import Exchange
 from slipstream.runtime.replay.executor import Executor
@@ -42,6 +42,8 @@ class Training:
         self.evaluation_mode = EvaluationMode()
         self._holds = weakref.WeakSet[Slices | Exchange]()
         """What has tensors of micro-batches."""
+        self._checksums: Callable[[], tuple[Checksum, ...]] = _none
+        """Of what was held before the step of the iteration, where copies are compared."""
         self._writers = context.placement.writers(schedule, part.worker)
         self.steps = Steps(
             context.layer_store.holding, training, layers=context.model.layers,
@@ -84,7 +86,8 @@ class Training:
                 if is_evaluated(context.config.training, iteration):
                     evaluation = evaluate(iteration)
                     exchange.more(len(self._stretch(iteration + 1)))
-                self._reports.report(iteration, loss, steps, recorder, evaluation)
+                self._reports.report(iteration, loss, steps, recorder, evaluation, self._checksums())
+                self._checksums = _none
             self._reports.require_acknowledged()
         part.activity.begins("ends its last iteration")
         self._validate(executor)
@@ -164,18 +167,27 @@ class Training:
             context.injector.at(iteration, "A" if kind is OpKind.A else "O")
 
     def _before_step(self, iteration: int) -> None:
-        """Copy the state that a step overwrites, where a checkpoint or another worker needs it. The step before it is
-        committed."""
+        """Copy the state that a step overwrites, where a checkpoint or another worker needs it, and sum it up where it
+        is compared with others' copies. The step before it is committed."""
         context, activity, require = self._part.context, self._part.activity, self._session.require
-        if context.checkpointer.due(iteration, self._reports.save_before):
+        if saves := context.checkpointer.due(iteration, self._reports.save_before):
             doing = activity.doing
             activity.begins(f"saves the state before iteration {iteration}")
             context.checkpointer.save(iteration, partial(self._whole_states, iteration - 1), require)
             activity.begins(doing)
+        if saves or self._is_compared(iteration):  # what is saved was right, then
+            self._checksums = context.layer_store.checksums(iteration - 1)
         context.layer_sender.wait_for_room(require)
         if context.layer_sender.asked:
             context.injector.at(iteration, "asked")
             context.layer_sender.before_step(iteration, context.layer_store)
+
+    def _is_compared(self, iteration: int) -> bool:
+        """Whether copies of the state before an iteration are compared: where an order begins, before the last step,
+        and every so many iterations."""
+        setup = self._part.context.setup
+        return iteration in (self._part.order.first_iteration, setup.iterations - 1) \
+            or (setup.verify_every > 0 and iteration % setup.verify_every == 0)
 
     def _whole_states(self, after: int) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves, as they are after an iteration; where states are sharded, all give their
@@ -199,6 +211,10 @@ class Training:
         if self._form is not None and data is self._part.context.corpus:
             require_form(found, self._form, microbatch)
         return on_device(found, device)
+
+
+def _none() -> tuple[Checksum, ...]:
+    return ()
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:

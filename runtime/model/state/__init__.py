@@ -16,4 +16,5 @@
     layer_sizes       how large layers are that another worker needs
     version           which iteration some state is that after, and whether it is whole
     digest            a short text for a set of tensors
+    checksum          a number for tensors, by which copies are compared while all train
 """

@@ -8,7 +8,8 @@ another worker's, of which this one is the buddy, are copies, too, and stepped l
 the parameter itself comes from the other worker, as all that is not kept here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,21 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.layers.worker_group import first_rank
+from slipstream.runtime.model.state.checksum import checksum
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import Sums
 from slipstream.runtime.model.state.late_steps import BUFFERS, LateSteps
 from slipstream.runtime.model.state.parameter_groups import Groups, grouped
-from slipstream.runtime.model.state.part_state import PartState, is_elementwise, placed, shaped, slice_of, untrained
+from slipstream.runtime.model.state.part_state import (
+    PartState,
+    elements_of,
+    is_elementwise,
+    placed,
+    shaped,
+    slice_of,
+    trained,
+    untrained,
+)
 from slipstream.runtime.model.state.parts import Parts, Span, common
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps, UndoableSteps
 from slipstream.runtime.model.state.version import Version
@@ -107,6 +118,34 @@ class PartOptimizer(UndoableSteps):
         """The last iteration whose step cannot be undone any more: a later one has been made, or that of copies has."""
         return max(self._late.version.after if self._copies else -1,
                    -1 if self.open_iteration is None else self.open_iteration - 1)
+
+    def checksums(self, after: int) -> Iterator[tuple[int, Span, bool, Tensor]]:
+        """Those of all that is trained, as it is after an iteration, which must stand: of each layer's parameters, and,
+        with True, of each part that is kept with its optimizer's state. Raises VersionError."""
+        self.require(after)
+        self.parameters.require(after, "what this worker has of the parameters")
+        for layer, module in self._modules.items():
+            mine = trained(module)
+            for span in self.kept.get(layer, ()):
+                tensors = self.part_state(layer, span).tensors
+                if kept := [tensor for key, tensor in sorted(tensors.items()) if name_of(key) in mine]:
+                    yield layer, span, True, checksum(kept)
+            if parameters := list(module.parameters()):
+                yield layer, (0, elements_of(module).total), False, checksum(parameters)
+
+    def flip_bit(self, what: str, rng: Random) -> bool:
+        """Change one bit of what is kept, as broken memory does, one of a mantissa: of the `parameters` or the `state`
+        of what is stepped here, or of both of a `copy`. Autograd does not hear of it. Whether there was any."""
+        pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
+        piece = rng.choice(pieces) if pieces else None
+        found = [] if piece is None or what == "state" else [piece.stepped.detach()]
+        found += [] if piece is None or what == "parameters" else [
+            tensor for tensor in self._steps_of(piece).tensors_of(piece.stepped).values() if tensor.dim()]
+        if found:
+            tensor = rng.choice(found)
+            byte = rng.randrange(tensor.numel()) * tensor.itemsize + rng.randrange(max(1, tensor.itemsize - 2))
+            tensor.data.view(-1).view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
+        return bool(found)
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.

@@ -5,7 +5,7 @@ import math
 import random
 
 from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
-from slipstream.runtime.coordinator.effects import Send
+from slipstream.runtime.coordinator.effects import GiveUp, Send
 from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService, without_idle
 from slipstream.runtime.coordinator.questions import Question, ScheduleFound
 from slipstream.runtime.coordinator.rank_reports import RankReports
@@ -96,7 +96,7 @@ class World:
             self.workers[worker].inbox.append(message)
 
     def happens(self, event) -> None:
-        answers = []
+        answers, given_up = [], []
         if isinstance(event, Finished) and event.order == self.state.order \
                 and self.state.members.difference(self.state.phase.finished) == {event.worker}:
             self.checkpoints.append(self.saving)
@@ -111,6 +111,8 @@ class World:
                     if self.rng.random() < 0.05 and self.may_restart:
                         self.restart()  # between a commit and its acknowledgement
                         return
+                case GiveUp():
+                    given_up.append(effect.worker)
                 case WentBack():
                     self.go_back(self.state.log.next_iteration)
                 case Found():
@@ -119,6 +121,8 @@ class World:
                     answers.append(ScheduleFound(effect, self.answer(effect)))
         for answer in answers:
             self.happens(answer)
+        for worker in given_up:
+            self.kill(worker)
 
     def committed(self, one, report) -> None:
         self.log.commit(one.iteration, one.loss, 0.1)

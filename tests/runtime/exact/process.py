@@ -186,7 +186,7 @@ class Process:
         setup = Setup(first_iteration=0, iterations=training.iterations, traced=0, nodes=1, transport="gloo",
                       device="cpu", store=None, cuts=PLACEMENT.cuts, columns=(), forms=(), loss_scale=1.0,
                       microbatches=world.microbatches, failure_domains=(), heartbeat_timeout_seconds=1.0,
-                      checkpoint_every=world.every)
+                      checkpoint_every=world.every, verify_every=world.verify_every)
         channel = SimpleNamespace(send=self.say, setup=setup)
         self.host, self.nccl_ends = ScriptedGloo(world.wires), []
         links = Links("gloo")
