@@ -55,7 +55,8 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter for each dtype of the modules, and undo it, unless that was done before.
+        """Run O on a small parameter for each dtype of the modules, sum up what it leaves, and undo it, unless that was
+        done before.
 
         The modules themselves stay as they are.
         """
@@ -70,6 +71,8 @@ class Rehearsal:
         optimizer = PartOptimizer({0: small}, config, {0: (span,)}, {0: (span,)})
         optimizer.squares()
         optimizer.step(0, 0.5)  # a factor, as if gradients were clipped
+        optimizer.gathered(0)
+        list(optimizer.checksums(0))
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
