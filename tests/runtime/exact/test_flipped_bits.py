@@ -21,8 +21,8 @@ def play(seed: int, name: str, what: str, folder, *, nccl: bool, restarts: float
     world.play()
     world.check_end()
     assert world.flipped is not None
-    if world.found is None:  # a step that was guessed, and undone, has taken the bit with it
-        assert name == "clipped", world.history
+    if world.found is None:  # a step that was undone has taken the bit with it: one that was guessed, or node 0 died
+        assert name == "clipped" or world.restarts, world.history
     else:
         assert world.found.iteration <= world.flipped + world.verify_every + 1, world.history
     return world
@@ -40,4 +40,4 @@ def test_flipped_bits_are_found_and_change_no_number(name, what, tmp_path):
     runs = [play(seed, name, what, tmp_path, nccl=nccl, restarts=RARE if seed % 2 else 0.0)
             for seed in range(100, 130) for nccl in (False, True)]
     assert any(world.went_back for world in runs)
-    assert {bool(world.deaths) for world in runs} == {name == "whole"}, "of three holders, the wrong one is given up"
+    assert name != "whole" or all(world.deaths for world in runs if world.found), "of three, the wrong one is given up"
