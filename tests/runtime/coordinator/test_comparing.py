@@ -7,7 +7,7 @@ from slipstream.runtime.coordinator.effects import GiveUp
 from slipstream.runtime.coordinator.rank_reports import RankReports
 from slipstream.runtime.coordinator.transition import Look, transition
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.protocol.to_coordinator import Checksum, Paused, Ran
+from slipstream.runtime.protocol.to_coordinator import Checksum, Ran
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Train
 from slipstream.schedules.schedule import Worker
 from tests.runtime.coordinator.test_transition import JOB, WIDE, WIDE_MEMBERS, Run
@@ -72,8 +72,7 @@ class Compared(Run):
             self.happens(ran(worker, {(worker.column, what): value}, iteration, self.state.order))
 
     def pauses(self):
-        for worker in sorted(self.state.members):
-            self.happens(Paused(worker, self.state.order, ((2 * worker.column, 2 * worker.column + 2),), None, None))
+        self.paused(sorted(self.state.members))
         self.happens(Look())
 
 

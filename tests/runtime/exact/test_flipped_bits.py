@@ -15,7 +15,7 @@ FLIPS = [("whole", "parameters"), ("whole", "state"), ("sharded", "parameters"),
 def play(seed: int, name: str, what: str, folder, *, nccl: bool, restarts: float = 0.0) -> ExactWorld:
     """One run, to its end. Raises Deviation."""
     rng = random.Random(seed)
-    world = ExactWorld(rng, folder / f"{seed}-{name}-{what}.jsonl", CONFIGS[name], nccl=nccl,
+    world = ExactWorld(rng, folder / f"{seed}-{name}-{what}-{nccl}", CONFIGS[name], nccl=nccl,
                        every=rng.choice([0, 3, 4]), deadly=0.0, restarts=restarts, verify_every=rng.choice([1, 2, 3]),
                        flips=what)
     world.play()
