@@ -12,6 +12,8 @@ from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WRONG = Worker(1, 0)
+SAVED = 0, 4
+"""Checkpoints before it is found: the second may still be on its way to the disk."""
 
 
 def flipped(what, job, config, fork_server, out):
@@ -31,7 +33,7 @@ def flipped(what, job, config, fork_server, out):
 
 def test_of_three_holders_the_wrong_one_is_given_up(fork_server, tmp_path):
     result, recovery = flipped("parameters", WIDE, tiny(iterations=9), fork_server, tmp_path)
-    assert dead(result) == [str(WRONG)] and recovery.went_back_to == 4 and recovery.in_doubt
+    assert dead(result) == [str(WRONG)] and recovery.went_back_to in SAVED and recovery.in_doubt
 
 
 @pytest.mark.slow
@@ -39,4 +41,4 @@ def test_of_three_holders_the_wrong_one_is_given_up(fork_server, tmp_path):
 def test_of_two_nobody_is_and_all_go_back(what, sharded, fork_server, tmp_path):
     config = tiny(iterations=9, shard_optimizer=sharded)
     result, recovery = flipped(what, TWO, config, fork_server, tmp_path)
-    assert not dead(result) and recovery.went_back_to == 4 and "nobody can tell who is right" in recovery.broken
+    assert not dead(result) and recovery.went_back_to in SAVED and "nobody can tell who is right" in recovery.broken
