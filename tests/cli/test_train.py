@@ -114,7 +114,8 @@ def test_a_node_that_dies_is_one_recovery_by_the_schedule_of_a_table_by_node(job
     answer = json.loads(done.stdout)
     (recovery,) = answer["recoveries"]
     assert (sorted(recovery["dead"]), recovery["nodes"], recovery["live"]) == (["0.0", "1.0"], [1], 4)
-    assert "so that node 1 is lost: iteration 2 runs on 4 workers" in done.stderr
+    # An iteration is short: the next may have begun before its processes are killed.
+    assert re.search(r"so that node 1 is lost: iteration [2-5] runs on 4 workers", done.stderr), done.stderr
     assert answer["losses"] == pytest.approx(judge_of_text(text).losses, abs=1e-9)
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     orders = [event["schedule"] for event in events if event["event"] == "order_given"]

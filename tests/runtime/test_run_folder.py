@@ -195,7 +195,7 @@ def prepared(out: Path) -> None:
 def whole(out: Path) -> set[str]:
     """The files of what is there and complete."""
     folder = out / "checkpoints"
-    found = {"losses.jsonl", "schedule.json", "parameters/layer-0000.safetensors"} & names(out)
+    found = {"events.jsonl", "losses.jsonl", "schedule.json", "parameters/layer-0000.safetensors"} & names(out)
     for path in folder.glob("iteration-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         found |= {f"checkpoints/{path.name}/{name}" for name in (

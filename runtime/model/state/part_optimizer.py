@@ -134,8 +134,9 @@ class PartOptimizer(UndoableSteps):
                 yield layer, (0, elements_of(module).total), False, checksum(parameters)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Change one bit of what is kept, as broken memory does, one of a mantissa: of the `parameters` or the `state`
-        of what is stepped here, or of both of a `copy`. Autograd does not hear of it. Whether there was any."""
+        """Change one bit of what is kept, as broken memory does: of the `parameters` or the `state` of what is stepped
+        here, or of both of a `copy`. It is a high bit of a mantissa: the next step may round a low one away, and
+        nothing is wrong then. Autograd does not hear of it. Return whether there was any."""
         pieces = [piece for piece in (self._copies if what == "copy" else self._pieces) if piece.stepped.numel()]
         piece = rng.choice(pieces) if pieces else None
         found = [] if piece is None or what == "state" else [piece.stepped.detach()]
@@ -143,7 +144,9 @@ class PartOptimizer(UndoableSteps):
             tensor for tensor in self._steps_of(piece).tensors_of(piece.stepped).values() if tensor.dim()]
         if found:
             tensor = rng.choice(found)
-            byte = rng.randrange(tensor.numel()) * tensor.itemsize + rng.randrange(max(1, tensor.itemsize - 2))
+            lowest = tensor.itemsize * 3 // 8
+            byte = rng.randrange(tensor.numel()) * tensor.itemsize + rng.randrange(
+                lowest, max(lowest + 1, tensor.itemsize - 2))
             tensor.data.view(-1).view(torch.uint8)[byte] ^= 1 << rng.randrange(7)
         return bool(found)
 
