@@ -14,17 +14,14 @@ import torch.distributed as dist
 from nemo_automodel.components.distributed.pipelining.functional import build_pipeline_schedule
 from torch import nn
 
-from tests.interop.ranks import BATCH, MICROBATCHES, expected, stages, text
+from tests.interop.ranks import BATCH, MICROBATCHES, check_step, stages
 
 
 def run(path: Path, mine: list[int], count: int, group: dist.ProcessGroup) -> None:
     held = stages(mine, count, group)
     schedule = build_pipeline_schedule(str(path), None, BATCH, MICROBATCHES * BATCH, held, nn.functional.mse_loss,
                                        scale_grads=True)
-    value, target = text()
-    schedule.step(*([value] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
-    for stage in held:
-        torch.testing.assert_close(stage.submod[0].weight.grad, expected(count)[stage.stage_index], rtol=0, atol=1e-12)
+    check_step(schedule, held, mine, count)
 
 
 def main() -> None:

@@ -42,14 +42,19 @@ def stages(mine: list[int], count: int, group: dist.ProcessGroup) -> list[Pipeli
     return [PipelineStage(model[index], index, count, torch.device("cpu"), group=group) for index in mine]
 
 
-def run(path: Path, form: str, mine: list[int], count: int, group: dist.ProcessGroup) -> None:
-    held = stages(mine, count, group)
-    schedule = _PipelineScheduleRuntime(held, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    schedule._load_csv(str(path), format=form)
+def check_step(schedule, held: list[PipelineStage], mine: list[int], count: int) -> None:
+    """Run a step by a schedule of torch's. Its gradients are those of one process."""
     value, target = text()
     schedule.step(*([value] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
     for stage in held:
         torch.testing.assert_close(stage.submod[0].weight.grad, expected(count)[stage.stage_index], rtol=0, atol=1e-12)
+
+
+def run(path: Path, form: str, mine: list[int], count: int, group: dist.ProcessGroup) -> None:
+    held = stages(mine, count, group)
+    schedule = _PipelineScheduleRuntime(held, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    schedule._load_csv(str(path), format=form)
+    check_step(schedule, held, mine, count)
 
 
 def main() -> None:

@@ -19,34 +19,22 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """The parts of all ranks, one after the other along a dimension; backward: `sum_parts`."""
-    if group is None:
-        return tensor
-    result: Tensor = _Parts.apply(_gather, _sum, tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _with_parts(_gather, _sum, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """This rank's part, along a dimension, of the sum over all ranks; backward: `gather_parts`."""
-    if group is None:
-        return tensor
-    result: Tensor = _Parts.apply(_sum, _gather, tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _with_parts(_sum, _gather, tensor, dim, group)
 
 
 def gather_whole(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """The parts of all ranks, with which all do the same from here to `own_part`; backward: this rank's part."""
-    if group is None:
-        return tensor
-    result: Tensor = _Parts.apply(_gather, _own, tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _with_parts(_gather, _own, tensor, dim, group)
 
 
 def own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
     """This rank's part of what all have computed; backward: the gradients of all parts, for all."""
-    if group is None:
-        return tensor
-    result: Tensor = _Parts.apply(_own, _gather, tensor, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    return _with_parts(_own, _gather, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
@@ -84,6 +72,14 @@ def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 def _own(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
     # A copy: torch refuses to change a view that a function of one's own gives.
     return part_of(tensor, dim, group).clone(memory_format=torch.contiguous_format)
+
+
+def _with_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
+    """Return what `forward` gives, whose gradient is passed on by `backward`; without ranks, the tensor as it is."""
+    if group is None:
+        return tensor
+    result: Tensor = _Parts.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Parts(torch.autograd.Function):
