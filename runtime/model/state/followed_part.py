@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
 from slipstream.runtime.model.state.parameter_groups import grouped
-from slipstream.runtime.model.state.part_state import PartState, shaped, trained
+from slipstream.runtime.model.state.part_state import PartState, flattened, shaped, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 from slipstream.runtime.model.state.version import Version
 
@@ -90,7 +90,7 @@ class SteppedPart(UndoableSteps):
         found = dict(self._part.tensors)
         for name, piece in self._pieces.items():
             found[f"model.{name}"] = piece.detach().view(-1)
-            found |= {f"optimizer.{slot}.{name}": value.reshape(-1) if value.shape == piece.shape else value
+            found |= {f"optimizer.{slot}.{name}": flattened(value, piece)
                       for slot, value in self.tensors_of(piece).items()}
         return self._part._replace(tensors=found, after=self.version.after)
 

@@ -27,6 +27,7 @@ from slipstream.runtime.model.state.parameter_groups import Groups, grouped
 from slipstream.runtime.model.state.part_state import (
     PartState,
     elements_of,
+    flattened,
     is_elementwise,
     placed,
     shaped,
@@ -226,7 +227,7 @@ class PartOptimizer(UndoableSteps):
                 continue
             tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach().view(-1), piece.span, both)
             for slot, value in self._steps_of(piece).tensors_of(piece.stepped).items() if state else ():
-                flat = value.reshape(-1) if value.shape == piece.stepped.shape else value
+                flat = flattened(value, piece.stepped)
                 tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(flat, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}

@@ -87,6 +87,11 @@ def shaped(elements: Tensor, parameter: Tensor) -> Tensor:
     return elements.view(parameter.shape) if whole else elements
 
 
+def flattened(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor flat if it has the shape of another one, as states of its elements have; else as it is."""
+    return tensor.reshape(-1) if tensor.shape == like.shape else tensor
+
+
 def is_elementwise(tensor: Tensor, has: Span) -> bool:
     """Whether a tensor of a part has a number for each of these elements; else it is of their parameter as a whole."""
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
@@ -96,7 +101,7 @@ def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: 
     """A layer's whole state (`whole`), which is that after an iteration. Raises ValueError where that does not fit."""
     mine = trained(module)
     part = PartState(layer, 0, elements_of(module).total, {
-        key: tensor.reshape(-1) if name_of(key) in mine and tensor.shape == mine[name_of(key)].shape else tensor
+        key: flattened(tensor, mine[name_of(key)]) if name_of(key) in mine else tensor
         for key, tensor in state.items()}, after=after)
     require_fits(module, part)
     return part
