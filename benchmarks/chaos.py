@@ -344,7 +344,8 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
     return wrong
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1, help="of the first run")
@@ -360,7 +361,11 @@ def main() -> None:
     parser.add_argument("--pairs", action="store_true", help="two different things fail within one iteration")
     parser.add_argument("--log", type=Path, metavar="FILE", help="append what happened, a line a run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy there what is left of runs that go wrong")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     torch.set_num_threads(1)
     total, failed, began, leaks = Tally(), list[str](), time.monotonic(), Leaks()
     manners = over_double() if options.double else switching(options.switch_interval)

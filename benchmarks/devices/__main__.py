@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 
 STEPS = {"what is there": Limits(25, 60), "two processes": Limits(40, 60), "conformance": Limits(80, 120),
          "a death survived": Limits(60, 120, plans=True), "large layers": Limits(100, 150, plans=True),
-         "memory": Limits(30, 120), "pipelining": Limits(90, 120, plans=True), "chaos": Limits(REST, REST, plans=True)}
+         "memory": Limits(90, 120), "pipelining": Limits(90, 120, plans=True), "chaos": Limits(REST, REST, plans=True)}
 
 
 class Choices:

@@ -21,7 +21,7 @@ def describe_machine(report: Report, device: str) -> None:
     """The step."""
     report.row("machine", f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}")
     report.row("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    report.row("py-spy", find_py_spy() or "absent: processes that hang write their own stacks")
+    report.row("py-spy", "there" if find_py_spy() else "absent: processes that hang write their own stacks")
     if device != "cuda":
         report.row("card", "needs a card: the CPU is measured, over gloo")
         return

@@ -1,12 +1,11 @@
 """`benchmarks.chaos` on the devices of this machine, until the time is over."""
 
-import argparse
 import itertools
 import time
 
 import torch
 
-from benchmarks.chaos import TOLERANCE, one_run
+from benchmarks.chaos import TOLERANCE, make_parser, one_run
 from benchmarks.chaos_checks import Leaks, Tally
 from benchmarks.devices.report import Report
 from benchmarks.devices.training import training
@@ -17,15 +16,17 @@ KINDS = ["plain", "settling", "sharded-settling", "roles-clipped", "slow-settlin
 FIRST_SEED = 300
 RUN_SECONDS = 20.0
 """None is begun when less is left."""
+WRONG_RUNS = 5
+"""The step ends after so many."""
 
 
 def storm(report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float) -> None:
     """The step."""
     torch.set_num_threads(1)
-    options = argparse.Namespace(grid="2x2", iterations=40, kind=KINDS, node_0=0.0, log=None, keep=None)
+    options = make_parser().parse_args(["--grid", "2x2", "--iterations", "40", *(f"--kind={kind}" for kind in KINDS)])
     total, leaks, until, wrong = Tally(), Leaks(), time.monotonic() + seconds, list[str]()
     for seed in itertools.count(FIRST_SEED):
-        if time.monotonic() > until - RUN_SECONDS:
+        if time.monotonic() > until - RUN_SECONDS or len(wrong) == WRONG_RUNS:
             return
         one = Tally()
         failed = one_run(seed, options, fork_server, leaks, one, training(device, transport))
