@@ -3,7 +3,8 @@
 The times are those that the authors of AdaPtis (arXiv 2509.23722; since renamed OctoPipe, SC 2026) publish with their
 simulator, github.com/guojihu-hana/SimPipe, profiles/NAME.json, in milliseconds for sequences of 4,096 tokens; the
 shapes are those of its simpipe/models/hf_configs, and where it has none, of the models' own config.json. Gemma and
-DeepSeek have no published times: theirs are estimated.
+DeepSeek have no published times: theirs are estimated. Parameters and memory of all are by the formulas of
+`planner.job.model_shape`.
 
 Kinds of layers: M Mamba, - feed-forward, * attention, # experts, T a whole transformer layer, E embedding, L head and
 loss.
@@ -14,17 +15,19 @@ from itertools import pairwise
 
 import msgspec
 
-from slipstream.planner.job.estimate import GPUS
+from slipstream.planner.job import model_shape
+from slipstream.planner.job.estimate import BYTES_HELD, GPUS, ModelLayout, op_seconds
+from slipstream.planner.job.model_shape import LayerShape
 from slipstream.planner.job.toml import job_text
 
 TOKENS = 4096
 MEGABYTE = 1e6
-FLOPS = 0.5 * GPUS["h100"].flops
-"""A second, of what is estimated."""
-BYTES_HELD = 18
-"""For each parameter, as SimPipe counts: weight, float32 gradient and master weight, two moments."""
-STASHED = 32 / 34
-"""Of a layer's activation, what W needs (Qi et al. 2023, arXiv 2401.10241)."""
+LITTLE = 0.1
+"""Of F: where a published W takes less, the gradients of weights are computed in I, and nothing is held for W."""
+CONVOLUTION, CHUNK = 4, 128
+"""Of Mamba layers: the width of the convolution, and tokens of a chunk."""
+ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches=1, efficiency=0.5)
+"""What times are estimated for."""
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,37 +58,42 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
         """Of all layers."""
         return f"E{self.pattern}L"
 
-    def parameters(self, kind: str) -> int:
-        """Of a layer."""
-        hidden, (heads, width, groups, state), (experts, _, expert) = self.hidden, self.mamba, self.experts
-        attention = 2 * hidden * self.head_dim * (self.heads + self.kv_heads)
-        feed_forward = (3 if self.gated else 2) * hidden * self.ffn
-        return {"E": hidden * self.vocabulary, "L": hidden * self.vocabulary, "*": attention, "-": feed_forward,
-                "T": attention + feed_forward, "#": 3 * hidden * expert * experts,
-                "M": hidden * (3 * heads * width + 2 * groups * state + heads)}[kind]
-
-    def activation(self, kind: str) -> int:
-        """Bytes that a token holds of a layer from F to I: inputs of norms, matrices, and what is between them."""
-        hidden, (heads, width, groups, state), (_, passed, expert) = self.hidden, self.mamba, self.experts
-        inner = heads * width
-        attention = 4 * hidden + 4 * self.head_dim * (self.heads + self.kv_heads)
-        feed_forward = 4 * hidden + (6 if self.gated else 4) * self.ffn
-        return {"E": 0, "L": 4 * hidden + 4 * self.vocabulary, "*": attention, "-": feed_forward,
-                "T": attention + feed_forward, "#": 4 * hidden + passed * (2 * hidden + 6 * expert),
-                "M": 4 * hidden + 2 * (2 * inner + 2 * groups * state + heads) + 2 * (inner + 2 * groups * state)
-                + 4 * inner}[kind]
+    def shape(self, kind: str) -> LayerShape:
+        """What a layer has and holds."""
+        hidden, norm = self.hidden, model_shape.norm(self.hidden)
+        if kind == "E":
+            return model_shape.embedding(hidden, self.vocabulary)
+        if kind == "L":
+            return model_shape.head_and_loss(hidden, self.vocabulary)
+        if kind == "T":
+            return self.shape("*") + self.shape("-")
+        if kind == "*":
+            tokens = model_shape.mixed_tokens(TOKENS, None)
+            return norm + model_shape.attention(hidden, self.heads, self.kv_heads, self.head_dim, tokens)
+        if kind == "-":
+            return norm + model_shape.feed_forward(hidden, self.ffn, gated=self.gated)
+        if kind == "#":
+            number, chosen, width = self.experts
+            return norm + model_shape.experts(hidden, width, number=number, chosen=chosen, gated=True)
+        heads, width, groups, state = self.mamba
+        return norm + model_shape.mamba_2(hidden, heads=heads, head_width=width, groups=groups, state=state,
+                                          kernel=CONVOLUTION, chunk=CHUNK)
 
     def by_layer(self, key: str) -> list[float]:
         """Of each layer: seconds, or megabytes."""
         column = {"forward": 0, "backward_input": 1, "backward_weight": 2}
-        if key in column:
-            return [round(self.milliseconds[kind][column[key]] / 1000, 7) for kind in self.kinds]
-        if key == "weights":
-            return [round(BYTES_HELD * self.parameters(kind) / MEGABYTE, 1) for kind in self.kinds]
-        held = [TOKENS * self.activation(kind) / MEGABYTE for kind in self.kinds]
-        if key == "weight_stash":  # of E and L, W takes no time: what it computes is in I
-            held = [0.0 if kind in "EL" else STASHED * one for kind, one in zip(self.kinds, held, strict=True)]
-        return [round(one, 1) for one in held]
+        values = {}
+        for kind in dict.fromkeys(self.kinds):
+            shape, milliseconds = self.shape(kind), self.milliseconds[kind]
+            if key in column:
+                values[kind] = round(milliseconds[column[key]] / 1000, 7)
+            elif key == "weights":
+                values[kind] = round(BYTES_HELD * shape.parameters / MEGABYTE, 1)
+            else:
+                stash = shape.stash if milliseconds[2] > LITTLE * milliseconds[0] else 0
+                held = shape.activation if key == "activation" else stash
+                values[kind] = round(TOKENS * held / MEGABYTE, 1)
+        return [values[kind] for kind in self.kinds]
 
 
 KEYS = ("forward", "backward_input", "backward_weight", "activation", "weight_stash", "weights")
@@ -106,18 +114,11 @@ def job_of(model: MeasuredModel, counts: Sequence[int], microbatches: int, pipel
 
 
 def estimated(model: MeasuredModel) -> MeasuredModel:
-    """The model with times of its layers by what they compute, as `planner.job.estimate` counts it, forward: products
-    of matrices and attention; the gradients cost as much each, and attention twice as much in I and nothing in W."""
+    """The model with times of its layers as `planner.job.estimate` makes them."""
     times = {}
     for kind in dict.fromkeys(model.kinds):
-        parameters = model.parameters(kind)
-        if kind == "#":
-            experts, passed, _ = model.experts
-            parameters = parameters * passed // experts
-        products = 0 if kind == "E" else 2 * parameters * TOKENS
-        attention = 4 * TOKENS**2 * model.heads * model.head_dim if kind in "*T" else 0
-        times[kind] = (1000 * (products + attention) / FLOPS, 1000 * (products + 2 * attention) / FLOPS,
-                       1000 * products / FLOPS)
+        forward, backward_input, backward_weight = op_seconds(model.shape(kind), ESTIMATED_ON, TOKENS)
+        times[kind] = 1000 * forward, 1000 * backward_input, 1000 * backward_weight
     return msgspec.structs.replace(model, milliseconds=times)
 
 

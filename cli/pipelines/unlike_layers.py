@@ -17,10 +17,11 @@ import msgspec
 
 from slipstream.cli.fleet import Figure, Series
 from slipstream.cli.pipelines import published_orders
-from slipstream.cli.pipelines.measured_layers import BYTES_HELD, KEYS, MODELS, MeasuredModel, job_of
+from slipstream.cli.pipelines.measured_layers import ESTIMATED_ON, KEYS, MODELS, MeasuredModel, job_of
 from slipstream.cli.pipelines.published_orders import Orders, StageCosts
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.estimate import BYTES_HELD
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
@@ -257,8 +258,8 @@ def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredMo
         findings=findings, assumptions=(
             "milliseconds from the first op of an iteration to its last",
             "times of layers: as AdaPtis' authors publish them with their simulator (github.com/guojihu-hana/SimPipe); "
-            "those of Gemma and DeepSeek, which are not published, are estimated: matrix products and attention at "
-            "half the peak of an H100",
+            "those of Gemma and DeepSeek, which are not published, are estimated as by `slipstream new --model`, "
+            f"products at {ESTIMATED_ON.efficiency:.0%} of the peak of an {ESTIMATED_ON.gpu.name}",
             "not published, and assumed: 4 workers for models of up to 20 billion parameters, else 8; twice as many "
             "micro-batches as workers, as in the example of their simulator; transfers and steps take no time there",
             "memory: no worker holds more than the fullest one of interleaved 1F1B with uniform stages (the best of "

@@ -120,7 +120,7 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     if layout.stages > len(model.layers):
         raise ValueError(f"{layout.stages} stages for {len(model.layers)} layers; expected at most one stage a layer")
     tokens = layout.microbatch_size * model.sequence
-    work = [sum(_seconds(layer, layout, tokens)) for layer in model.layers]
+    work = [sum(op_seconds(layer, layout, tokens)) for layer in model.layers]
     counts = divide_layers(work, layout.stages)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
     layers = [_cost(layer, layout, tokens, whole=index < counts[0]) for index, layer in enumerate(model.layers)]
@@ -154,8 +154,8 @@ def estimate(name: str, model: ModelLayers, layout: ModelLayout) -> tuple[dict[s
     return tables, _comments(model, layout)
 
 
-def _seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
-    """What F, I and W of a layer take for so many tokens."""
+def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
+    """What F, I and W of a layer take for so many tokens, where its input needs a gradient."""
     gpus, bandwidth = layout.tensor_parallel, layout.gpu.memory_bandwidth * layout.tensor_parallel
     rate = layout.gpu.flops * layout.efficiency * gpus
     products, mixing = 2 * layer.used * tokens, layer.mixing * tokens
@@ -169,7 +169,7 @@ def _cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -
 
     `whole`: the first stage's input needs no gradient, so torch leaves its whole backward to W.
     """
-    forward, backward_input, backward_weight = _seconds(layer, layout, tokens)
+    forward, backward_input, backward_weight = op_seconds(layer, layout, tokens)
     activation, stash, recomputed = (amount * tokens / layout.tensor_parallel
                                      for amount in (*layer.crowded(layout.tensor_parallel), layer.recomputed))
     parameters, by_muon = layer.parameters / layout.tensor_parallel, float(layer.by_muon * layout.muon)
