@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator import going_back, lost_workers, orders
+from slipstream.runtime.coordinator.effects import GiveUp
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.part_moves import AS_THEY_ARE
 from slipstream.runtime.coordinator.questions import PlannerFailedError
@@ -18,6 +19,8 @@ from slipstream.schedules.schedule import NoScheduleError, Schedule, Worker
 
 def give(step: Step) -> None:
     """Give it, if there is a schedule for it; else this is to be called again when there is one. Raises RunError."""
+    if _give_up_faulty(step):
+        return
     state, stop = step.state, step.rules.iterations.stop
     first = state.log.next_iteration
     untouched = first == step.rules.iterations.start
@@ -41,6 +44,16 @@ def give(step: Step) -> None:
             orders.finish(step)
         else:
             _train(step, untouched)
+
+
+def _give_up_faulty(step: Step) -> bool:
+    """Give up members whose copies were wrong; whether there are any: they count as not paused, as no order is given
+    before they are lost."""
+    faulty = [worker for worker in step.state.faulty if worker in step.state.members]
+    step.change(faulty=(), paused=step.state.paused.without(*faulty))
+    for worker in faulty:
+        step.do(GiveUp(worker, f"worker {worker} held other copies than most"))
+    return bool(faulty)
 
 
 def enter_losses(step: Step, reasons: Iterable[tuple[Worker, str]], since: float) -> None:

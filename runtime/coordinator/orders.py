@@ -90,12 +90,13 @@ def _assign(step: Step, parts: Parts) -> None:
         step.send((worker,), Assigned(step.state.order, share))
 
 
-def end(step: Step) -> None:
-    """Have all members stop where they are."""
+def end(step: Step, *, doubted: bool = False) -> None:
+    """Have all members stop where they are. That copies of what they hold differ, they must know, for the next
+    coordinator, also where they have been told to stop before."""
     state = step.state
-    if isinstance(state.phase, Training) and not state.phase.ended:
+    if isinstance(state.phase, Training) and (doubted or not state.phase.ended):
         step.change(phase=replace(state.phase, ended=True))
-        step.send(sorted(state.members), EndOrder(state.order))
+        step.send(sorted(state.members), EndOrder(state.order, doubted))
 
 
 def finish(step: Step) -> None:

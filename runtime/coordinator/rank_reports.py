@@ -141,6 +141,7 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     factors = [one.validated for one in found if one.validated is not None]
     return replace(last, kept=kept_by_all([one.kept for one in found]) if same else NOTHING_KEPT,
                    behind=any(one.iteration < last.iteration for one in found),
+                   doubted=any(one.doubted for one in found),
                    pending=any(one.pending for one in found), begun=max(one.begun for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})

@@ -125,6 +125,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Orders, the last ones before the present one, in which nobody has begun."""
     doubt: str | None = None
     """Why nothing can be gone on from that members hold: the run is to go back."""
+    faulty: tuple[Worker, ...] = ()
+    """Those whose copies were wrong then. They are given up once all have paused: whoever is left knows of the
+    difference, and can tell it to another coordinator."""
     doubted: int = -1
     """The iteration before which copies differed when it went back last, and nobody could tell who was right."""
     cut_for: CutFor = {}

@@ -51,6 +51,8 @@ class Found:
     part is none."""
     missing: tuple[Worker, ...]
     """Members that were not found."""
+    doubted: bool
+    """Whether the last order has ended as copies of what its members hold differ: the run is to go back."""
 
 
 class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,7 @@ class Rejoining(msgspec.Struct, frozen=True, kw_only=True):
         return Found(order=last_order, committed=committed, factor=factors.get(committed), unwritten=unwritten,
                      losses=(*written, *(told.get(iteration, math.nan) for iteration in unwritten)),
                      missing=tuple(sorted(self.missing)) if last_order else (),
+                     doubted=any(known.doubted and known.order == last_order for known in everyone),
                      kept={worker: known.kept if _fits(known, committed) else NOTHING_KEPT
                            for worker, known in self.known.items() if known.order or not last_order})
 

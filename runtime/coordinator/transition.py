@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator import boundary, next_order, orders
 from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
 from slipstream.runtime.coordinator.comparing import Difference
-from slipstream.runtime.coordinator.effects import GiveUp
 from slipstream.runtime.coordinator.lost_workers import Loss
 from slipstream.runtime.coordinator.persistent_map import PersistentMap
 from slipstream.runtime.coordinator.questions import ScheduleFound
@@ -267,11 +266,10 @@ def _differ(step: Step, difference: Difference) -> None:
         raise RunError(f"{why}, and they did before the run went back: their hardware, or libraries, compute otherwise")
     step.do(Noted(text=why))
     step.change(recovery=step.state.recovery.broke(why, step.at))
-    for worker in difference.wrong:
-        step.do(GiveUp(worker, f"worker {worker} was wrong: {why}"))
+    step.change(faulty=difference.wrong)
     if difference.spread:
         step.change(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
-    orders.end(step)
+    orders.end(step, doubted=difference.spread)
 
 
 def _started(step: Step, report: Started) -> None:
@@ -356,6 +354,8 @@ def _take_over(step: Step, phase: Rejoining) -> None:
     step.change(phase=Training(ended=True), order=found.order, members=members,
                 paused=PersistentMap(found.kept.items()),
                 log=state.log.take_over(found.losses, found.factor), recovery=state.recovery.broke(why, step.at))
+    if found.doubted:
+        step.change(doubt="copies differed, as workers have told the new node 0")
     reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in found.missing]
     step.change(lost=PersistentMap([*state.lost.items(), *((worker, Loss(reason)) for worker, reason in reasons)]))
     next_order.enter_losses(step, reasons, step.at)

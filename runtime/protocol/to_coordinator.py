@@ -83,6 +83,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     all gradients, also of those that it has stepped since."""
     behind: bool = False
     """Whether one of its processes has not stepped `iteration`."""
+    doubted: bool = False
+    """Whether the order has ended as copies of what members hold differ (`EndOrder`)."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

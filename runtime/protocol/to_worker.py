@@ -117,6 +117,9 @@ class EndOrder(msgspec.Struct, frozen=True, tag=True):
     """Sent when a member is lost or has stopped with an error: break all connections, and send `Paused`."""
 
     order: int
+    doubted: bool = False
+    """Whether copies of what members hold differ, so that the run is to go back. Sent once more where the order has
+    ended before that was found."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):

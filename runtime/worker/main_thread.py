@@ -75,6 +75,8 @@ class MainThread:
         """The last order, where it was to finish."""
         self._down: tuple[Worker, ...] = ()
         """Who took no part in the last order to train."""
+        self._doubted = False
+        """Whether that has ended as copies differ of what its members hold."""
         self._assigned: Assigned | None = None
         """The last."""
         self._contents: dict[str, bytes] = {}
@@ -207,7 +209,7 @@ class MainThread:
         if generation is not None:
             known = generation.known()
             self._losses |= known.losses  # the next node 0 may be lost before it has written them, too
-            return msgspec.structs.replace(known, losses=self._losses)
+            return msgspec.structs.replace(known, losses=self._losses, doubted=self._doubted)
         if self._finish_order is None:
             return Known(0, (), self._context.setup.first_iteration - 1, NOTHING_KEPT, None, pending=False,
                          losses=self._losses)
@@ -226,8 +228,7 @@ class MainThread:
             case Assigned():
                 self._assigned = message
             case Train():
-                self._finish_order = None
-                self._down = message.failed
+                self._finish_order, self._down, self._doubted = None, message.failed, False
                 if self._assigned is not None and self._assigned.order == message.order:
                     part = part_from(message.failed, self._assigned.share, self._contents)
                     whole = decode(bytes(message.schedule)) if message.has_schedule else None
@@ -241,6 +242,7 @@ class MainThread:
                 self._generation, self._finish_order = None, message
                 self._threads.finish(self._context, message, generation)
             case EndOrder() if generation is not None and generation.order == message.order:
+                self._doubted |= message.doubted
                 generation.end()
             case Acknowledged() if generation is not None and generation.order == message.order:
                 generation.acknowledged(message)

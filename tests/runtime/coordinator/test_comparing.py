@@ -129,10 +129,12 @@ def test_of_three_the_wrong_one_is_given_up(what):
     run.runs(0)
     run.runs(1)
     run.runs(2, other=C, what=what)
-    assert run.given_up == [C] and run.log.next_iteration == 2
+    assert not run.given_up, "who is left must know first"
+    assert run.last(EndOrder, A).doubted is (what is PARAMETERS)
+    run.pauses()
+    assert run.given_up == [C] and run.log.next_iteration == 2 and run.last(Train).order == 1
     run.lost(C, "it was wrong")
     if what is STATE:
-        run.pauses()
         assert run.last(Train).order == 2 and run.last(Train).restore is None and run.last(Train).first_iteration == 2
     else:
         goes_back(run, (0, 1, 2))

@@ -1,6 +1,7 @@
 """What a new coordinator makes of what the workers know."""
 
 import pytest
+from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.take_over import FIND_SECONDS, REJOIN_SECONDS, START_SECONDS, Rejoining
 from slipstream.runtime.errors import NobodyLeftError
@@ -85,6 +86,14 @@ def test_lines_that_were_given_up_and_not_removed_yet_count_for_nothing():
     assert found.committed == 5 and all(one.layers for one in found.kept.values())
     found = taking(2, known(6, losses={3: 3.0, 4: 4.0}), known(6, losses={4: 4.0, 5: 5.0})).found()
     assert found.committed == 5 and found.losses == (1.0, 1.0, 1.0, 3.0, 4.0, 5.0)
+
+
+def test_one_that_knows_that_copies_differ_is_enough_where_it_has_followed_the_last_order():
+    """Who has got a later order is on its way back already."""
+    doubting = replace(known(7), doubted=True)
+    assert taking(6, known(7), doubting, known(7)).found().doubted
+    assert not taking(6, known(7), known(7), known(7)).found().doubted
+    assert not taking(6, known(3, order=4, begun=3), doubting, known(3, order=4, begun=3)).found().doubted
 
 
 def test_all_members_are_waited_for_but_for_those_that_died_with_the_last_coordinator():

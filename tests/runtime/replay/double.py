@@ -84,16 +84,20 @@ class Double:
 
     def _connect(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        # Over TCP, who reads many small messages slowly has the kernel drop some, and resend them after many seconds.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # to a free abstract address
+            listener.listen()
             listener.settimeout(LOOK_SECONDS)
-            self._store.set(f"{self._prefix}double {self._rank}", str(listener.getsockname()[1]))
+            self._store.set(f"{self._prefix}double {self._rank}", listener.getsockname())
             for other in range(self._rank):
                 key = f"{self._prefix}double {other}"
                 while not self._store.check([key]):
                     self._look_at_the_time(deadline)
                     time.sleep(LOOK_SECONDS)
                 try:
-                    self._ends[other] = socket.create_connection(("127.0.0.1", int(self._store.get(key))))
+                    self._ends[other] = socket.socket(socket.AF_UNIX)
+                    self._ends[other].connect(self._store.get(key))
                     self._ends[other].sendall(bytes([self._rank]))
                 except OSError:
                     raise RuntimeError("NCCL error: remote process exited or there was a network error") from None
@@ -108,8 +112,6 @@ class Double:
                 if not name:
                     raise RuntimeError("NCCL error: remote process exited or there was a network error")
                 self._ends[name[0]] = end
-        for end in self._ends.values():
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._carry_out, daemon=True, name="double of NCCL").start()
 
     def _look_at_the_time(self, deadline: float) -> None:
