@@ -12,6 +12,7 @@ from slipstream.cli.shared.inputs import (
     failed_workers,
     read_job_or_refuse,
     require_choice,
+    require_trainable_tables,
     require_writable,
     write_or_refuse,
 )
@@ -98,6 +99,7 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
     wanted = read_job_or_refuse(job, settings)
+    require_trainable_tables(job, wanted)
     require_writable(out_file)
     require_writable(job_out)
     if out_file is not None and (ops := 2 * wanted.depth * sum(wanted.microbatches)) > MAX_OPS:

@@ -56,6 +56,7 @@ from slipstream.cli.shared.inputs import (
     failed_workers,
     read_job_or_refuse,
     require_choice,
+    require_trainable_tables,
     require_writable,
     table_or_refuse,
     write_or_refuse,
@@ -145,6 +146,7 @@ def simulate(job: JobFile, settings: Settings = None, trace: TraceFile = None, p
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
     wanted = read_job_or_refuse(job, settings)
+    require_trainable_tables(job, wanted)
     again = chosen_recomputation(job, wanted, PlanOptions())
     wanted = wanted if again is None else again.job
     kinds = _policies(policy)

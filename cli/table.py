@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream.cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from slipstream.cli.shared.inputs import require_trainable_tables
 from slipstream.cli.shared.options import (
     ANSWER,
     PLANNED,
@@ -70,6 +71,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         read = parse_job(text, str(job))
     except JobError as error:
         refuse(error)
+    require_trainable_tables(job, read)
     again = chosen_recomputation(job, read, options)
     read = read if again is None else again.job
     try:

@@ -71,6 +71,16 @@ def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job
         refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)
 
 
+def require_trainable_tables(path: Path, job: Job) -> None:
+    """Refuse a job whose `[model]` or `[training]` the runtime would refuse: planners read little of them."""
+    from slipstream.runtime.config import ConfigError, parse_run_config
+
+    try:
+        parse_run_config(job.model, job.training)
+    except ConfigError as error:
+        refuse(f"{path}: {error}")
+
+
 def read_schedule_or_refuse(path: Path) -> Schedule:
     """The schedule in a file."""
     try:

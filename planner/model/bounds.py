@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -247,13 +248,17 @@ def _window(problem: Problem, stage: int) -> Fraction:
     n (F + I + W) and the idle time while it fills and drains, which do not fall with n. So in T it runs no more than
     the n with which that is T.
     """
-    kinds, total = _kinds(problem, stage), _along(problem, stage) * problem.parts_of(stage)
-
-    def enough(ticks: int) -> bool:
-        return sum(number * _most(shares, ticks) for shares, number in kinds.items()) >= total
-
-    least = bisect_left(range(max(shares.window(total) for shares in kinds)), True, key=enough)
+    least = _least_window(tuple(_kinds(problem, stage).items()), _along(problem, stage) * problem.parts_of(stage))
     return Fraction(least, problem.parts_of(stage)) + problem.column_closing(problem.column_of[stage])
+
+
+@lru_cache(4096)  # where failures come and go, most columns have been like this before
+def _least_window(holders: Sequence[tuple[Shares, int]], total: int) -> int:
+    """The least T such that so many holders of each kind can run `total` shares in windows of T ticks / p."""
+    def enough(ticks: int) -> bool:
+        return sum(number * _most(shares, ticks) for shares, number in holders) >= total
+
+    return bisect_left(range(max(shares.window(total) for shares, _ in holders)), True, key=enough)
 
 
 def window_bound(problem: Problem, column: int) -> int:
@@ -279,11 +284,7 @@ def _crowded(problem: Problem, stage: int) -> Fraction:
         if in_time >= holders:
             continue
         late = shares._replace(late=problem.fastest(OpKind.F, later))
-
-        def enough(ticks: int, in_time: int = in_time, late: Shares = late) -> bool:
-            return in_time * _most(shares, ticks) + (holders - in_time) * _most(late, ticks) >= total
-
-        best = max(best, bisect_left(range(late.window(total)), True, key=enough))
+        best = max(best, _least_window(((shares, in_time), (late, holders - in_time)), total))
     return Fraction(best) + problem.column_closing(problem.column_of[stage])
 
 

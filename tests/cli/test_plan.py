@@ -130,6 +130,16 @@ def test_a_bad_job_exits_2_in_one_line(tmp_path):
     assert "key 'stages' is missing" in result.stderr
 
 
+@pytest.mark.parametrize("command", [("plan",), ("table", "--max-failures", "1", "--out", "table"), ("simulate",)])
+@pytest.mark.parametrize(("setting", "says"), [
+    ("training.foo=3", "unknown key training.foo"), ("training.batch=0", "training.batch is 0"),
+    ("model.widht=8", "unknown key model.widht; did you mean model.width?")])
+def test_what_a_run_would_refuse_exits_2_before_anything_is_planned(job, command, setting, says):
+    result = CliRunner().invoke(app, [command[0], str(job), *command[1:], "--set", setting])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{job}: {says}" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_no_plan_exits_1_with_the_reason(job, tmp_path):
     out = tmp_path / "s.json"
     result = slipstream("plan", job, "--failed", "0.1", "--failed", "1.1", "--failed", "2.1", "--out", out)
