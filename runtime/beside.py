@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from slipstream.runtime.device import own_stream
+
 Work = Callable[[], None]
 
 
@@ -17,7 +19,7 @@ class Beside:
     Parameters
     ----------
     name
-        Of the thread. It is there only while there is work.
+        Of the thread, which is there only while there is work, and of the stream, which all of a name share.
     enqueues
         Whether work on a GPU only gives it what to do. Then it needs no thread, and `wait` does not hold up the host.
     """
@@ -25,7 +27,7 @@ class Beside:
     def __init__(self, device: torch.device, name: str, *, enqueues: bool = False) -> None:
         self._device = device
         self._name = name
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = own_stream(device, name) if device.type == "cuda" else None
         self._enqueues = enqueues and self._stream is not None
         self._waiting: deque[tuple[Work, torch.cuda.Event | None]] = deque()
         self._thread: threading.Thread | None = None

@@ -22,8 +22,12 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
 
 
 @cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of this process for copies from a GPU that are made beside what is computed."""
+def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
+    """Return this process's stream of a GPU for one purpose.
+
+    Torch gives 32 of them, in turn: what took another one for each order would sooner or later have one in which
+    something else waits.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

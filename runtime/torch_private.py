@@ -5,6 +5,7 @@ new torch version would be noticed.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -226,6 +227,22 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
     return NcclGroup(ProcessGroupNCCL(own, rank, size, options), rank)
 
 
+_IDLE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""In which nothing waits. A process draws as few as it can: they come out of 32, in turn (`device.own_stream`)."""
+
+
+@contextmanager
+def _waiting_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream in which nothing else waits meanwhile, for any thread."""
+    idle = _IDLE_STREAMS[device]
+    try:
+        stream = idle.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    yield stream
+    idle.append(stream)  # not after an error of the device
+
+
 class NcclGroup:
     """What of a process group over NCCL the protocol `Group` leaves out."""
 
@@ -233,7 +250,6 @@ class NcclGroup:
         self.group = cast(Group, group)
         self.rank = rank
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._watching: torch.cuda.Stream | None = None
 
     def connect(self) -> None:
         """Make the communicator. A call that blocks returns when all members have, or one has died."""
@@ -244,12 +260,11 @@ class NcclGroup:
         """Wait until the device has ended an operation, however that has ended. Raises RuntimeError where the device
         has failed."""
         torch.cuda.set_device(self.device)
-        self._watching = self._watching or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._watching):
+        with _waiting_stream(self.device) as stream, torch.cuda.stream(stream):
             work.wait()  # lets this stream wait, and not the host
             ended.record()
-        ended.synchronize()
+            ended.synchronize()
 
     def error(self) -> str | None:
         """Return what torch's watchdog has found, which looks ten times a second; None where this torch does not say.

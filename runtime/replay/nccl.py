@@ -12,6 +12,7 @@ from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import Meeting
+from slipstream.runtime.replay.nccl_streams import stream_turns
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.transfers import TIMEOUT
 from slipstream.runtime.torch_private import Group, NcclGroup, TCPStore, nccl_group
@@ -123,9 +124,11 @@ class Communicator:
 
     def _connect(self, directed: bool) -> None:
         """Connect, and carry out one operation, which makes what NCCL else makes in the first call that needs it."""
+        device = self._nccl.device
         try:
-            self._nccl.connect()
-            one = torch.zeros(1, device=self._nccl.device)
+            with stream_turns(device).connecting(self) if device.type == "cuda" else contextlib.nullcontext():
+                self._nccl.connect()
+            one = torch.zeros(1, device=device)
             if not directed:
                 work = self._issue(self._nccl.group.allreduce, [one])
             elif self._nccl.rank == 0:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.runtime.device import copy_stream
+from slipstream.runtime.device import own_stream
 from slipstream.runtime.model.layers.shards import cut_state, shards_of, whole_state
 from slipstream.runtime.model.layers.unfilled import moved
 from slipstream.runtime.model.layers.worker_group import first_rank, worker_group
@@ -207,7 +207,7 @@ def _copying(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = copy_stream(device)
+    stream = own_stream(device, "copies")
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

@@ -1,0 +1,74 @@
+"""Communicators that come and go never have the stream of one that is still used."""
+
+import itertools
+import random
+
+import pytest
+
+from slipstream.runtime.replay.nccl_streams import StreamTurns
+
+STREAMS = 32
+
+
+class Pool:
+    """Gives its streams in turn, as torch does, to whoever asks: to a communicator that connects, too."""
+
+    def __init__(self, skipped: int) -> None:
+        self._numbers = itertools.count(skipped)
+
+    def draw(self) -> int:
+        return 1000 + next(self._numbers) % STREAMS
+
+
+class Communicator:
+    stream = None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_that_live_share_a_stream(seed):
+    rng = random.Random(seed)
+    pool = Pool(rng.randrange(STREAMS))
+    turns, living = StreamTurns(pool.draw), []
+    for _ in range(300):
+        while living and (len(living) > 20 or rng.random() < 0.4):
+            living.remove(rng.choice(living))
+        one = Communicator()
+        with turns.connecting(one):
+            if rng.random() < 0.8:  # else it fails before it has one
+                one.stream = pool.draw()
+        if one.stream is not None:
+            living.append(one)
+        del one
+        streams = [other.stream for other in living]
+        assert len(set(streams)) == len(streams)
+
+
+def test_two_that_connect_at_the_same_time_both_have_what_was_drawn_meanwhile():
+    pool = Pool(0)
+    turns, (one, other, third) = StreamTurns(pool.draw), (Communicator() for _ in range(3))
+    with turns.connecting(one):
+        with turns.connecting(other):
+            other.stream = pool.draw()
+        one.stream = pool.draw()
+    for _ in range(STREAMS - 8):
+        with turns.connecting(third):
+            third.stream = pool.draw()
+        assert third.stream not in {one.stream, other.stream}
+
+
+def test_where_all_are_used_one_is_shared():
+    pool, turns = Pool(0), None
+    turns = StreamTurns(pool.draw)
+    living = [Communicator() for _ in range(STREAMS + 3)]
+    for one in living:
+        with turns.connecting(one):
+            one.stream = pool.draw()
+    assert {one.stream for one in living[:STREAMS]} == {1000 + number for number in range(STREAMS)}
+
+
+def test_a_pool_that_gives_no_stream_twice_is_left_alone():
+    numbers, one = itertools.count(), Communicator()
+    turns = StreamTurns(lambda: next(numbers))
+    for _ in range(3):
+        with turns.connecting(one):
+            pass
