@@ -170,7 +170,7 @@ def train_large_layers(report: Report, device: str, transport: str, fork_server:
     record, card, host = trained(job, config, first, size, fork_server, until)
     for row in run_rows(record, first, size, host):
         report.row(*row)
-    for row in memory_rows(first, job, measured, memory["always"], card):
+    for row in memory_rows((first, FailurePlanner(job, first).after((LOST,))), job, measured, memory["always"], card):
         report.row(*row)
 
 
@@ -332,17 +332,20 @@ def last(record: RunRecord, kind: type[E], live: int | None = None) -> E | None:
                  and (live is None or getattr(one.event, "live", live) == live)), None)
 
 
-def memory_rows(first: Schedule, job: Job, measured: Profile, always: Sequence[int], card: CardMemory
+def memory_rows(plans: Sequence[Schedule], job: Job, measured: Profile, always: Sequence[int], card: CardMemory
                 ) -> Iterator[tuple[str, str]]:
-    """What each worker was to hold on its card, with what is outside of torch, and what it has held, as the driver
-    says."""
+    """What each worker was to hold on its card at most by the schedules that were run, with what is outside of torch,
+    and what it has held, as the driver says."""
     if not card.most:
         yield "memory of each worker on the card", "needs a card"
         return
-    assert first.memory is not None and job.memory is not None
-    unit = first.memory.unit * job.memory.unit_bytes
-    for worker, peak in sorted(memory_peaks(first).items()):
-        planned = always[worker.column] + peak * unit + measured.outside_bytes
+    most: dict[Worker, float] = {}
+    for plan in plans:
+        assert plan.memory is not None and job.memory is not None
+        for worker, peak in memory_peaks(plan).items():
+            most[worker] = max(most.get(worker, 0.0), peak * plan.memory.unit * job.memory.unit_bytes)
+    for worker, peak in sorted(most.items()):
+        planned = always[worker.column] + peak + measured.outside_bytes
         found = card.most.get(str(worker))
         yield f"memory of worker {worker}", f"planned {mebibytes(planned)}, " + (
             "not seen by the driver" if found is None else
