@@ -1,9 +1,9 @@
 """Synthetic availability traces: failures and repairs of a fleet, drawn from a failure model with a seed.
 
 The time between two failures of one domain (a GPU, a server, what hangs on a switch) is exponentially distributed, and
-so are restart and repair times, unless the model says that repairs are log-normal, or that domains' rates differ. After
-a transient failure its machines are back once they have restarted; after the others they need a repair or a
-replacement, for which they may have to wait in a queue.
+so are restart and repair times, unless the model says that repairs are log-normal, or that rates of domains or of
+periods differ. After a transient failure its machines are back once they have restarted; after the others they need a
+repair or a replacement, for which they may have to wait in a queue.
 
 Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for an exponentially
 distributed time.
@@ -29,9 +29,11 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
     random = np.random.default_rng(seed)
     horizon = days * 24.0
     kinds = model.kinds_for(places)
-    drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, horizon, rates)
-             for kind, rates in zip(kinds, _rates(random, model, places), strict=True)]
-    hours = np.concatenate([times for times, _ in drawn])
+    rates = _rates(random, model, places)
+    ends, passed = _periods(random, model, horizon)
+    drawn = [_draw_failures(random, -(-places // kind.gpus), kind.mtbf_hours, passed[-1], of_domains)
+             for kind, of_domains in zip(kinds, rates, strict=True)]
+    hours = np.interp(np.concatenate([times for times, _ in drawn]), passed, ends)
     first = np.concatenate([units * kind.gpus for kind, (_, units) in zip(kinds, drawn, strict=True)])
     which = np.repeat(np.arange(len(kinds)), [len(times) for times, _ in drawn])
     lasting = random.random(len(hours)) >= np.array([kind.transient_share for kind in kinds])[which]
@@ -60,6 +62,15 @@ def _rates(random: np.random.Generator, model: FailureModel, places: int) -> Seq
     of_size = {kind.gpus: random.gamma(model.rate_shape, 1 / model.rate_shape, -(-places // kind.gpus))
                for kind in model.kinds}
     return [of_size[kind.gpus] for kind in model.kinds]
+
+
+def _periods(random: np.random.Generator, model: FailureModel, horizon: float) -> tuple[np.ndarray, np.ndarray]:
+    """(hours at which periods end, hours at the usual rate in which as many failures come until then), from 0 on."""
+    if model.period_days is None:
+        return np.array([0.0, horizon]), np.array([0.0, horizon])
+    ends = np.append(np.arange(0.0, horizon, model.period_days * 24), horizon)
+    rates = random.gamma(model.period_shape, 1 / model.period_shape, len(ends) - 1)
+    return ends, np.concatenate([[0.0], np.cumsum(rates * np.diff(ends))])
 
 
 def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
