@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TEST_PROCESSES ?= 3
 SUDO ?= $(shell test $$(id -u) = 0 || echo sudo)
 
-.PHONY: demo demo-short test test-all browser launchers neighbours lint docs picture library clean
+.PHONY: demo demo-short test test-all older-torch browser launchers neighbours lint docs picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -23,6 +23,15 @@ test: $(INSTALLED)         ## the tests of every change: what a change can break
 
 test-all: test             ## these, and then the rest: long runs of real processes, launchers, browser, chaos
 	$(PYTEST) -m slow
+
+OLDER_TORCH := out/older-torch
+
+# pip's usual index has torch for GPUs, with what that needs 4.6 GB; PIP_INDEX_URL=https://download.pytorch.org/whl/cpu has less.
+$(OLDER_TORCH)/torch: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(OLDER_TORCH) torch==2.11.0
+
+older-torch: $(OLDER_TORCH)/torch  ## tests of what uses torch's private parts, on the oldest torch that is supported
+	PYTHONPATH=$(OLDER_TORCH) $(PYTEST) -m "not slow" tests/runtime/replay tests/runtime/model
 
 browser:                   ## Chromium for the tests of pages (Debian, Ubuntu)
 	command -v chromium > /dev/null || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends chromium; }

@@ -49,6 +49,8 @@ class Team:
         self.number = next(NUMBERS)
         self.model = model_for(config.model, config.training.seed, torch.float64, CPU)
         self.corpus = load_corpus(config)
+        # Not in the workers' threads: without a GPU, torch's build for GPUs crashed where several did this at once.
+        self.forms = forms(self.model, config)
 
     def train(self) -> tuple[list[float], dict[Worker, Holding]]:
         """Losses of all iterations, and what each worker holds then."""
@@ -72,8 +74,7 @@ class Team:
                         loss_scale=1 / schedule.grid.total_microbatches, config=config)
         steps = Steps(holding, training, layers=self.model.layers, share=session.sum_over_all if watches else None,
                       staggered=schedule.optimizer == "staggered")
-        passed = forms(self.model, config)
-        exchange = Exchange(schedule, session, [passed[cut] for cut in placement.cuts], range(ITERATIONS))
+        exchange = Exchange(schedule, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS))
         recorder = Recorder(CPU)
         executor = Executor(schedule, slices=slices, steps=steps, session=session, exchange=exchange,
                             feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
