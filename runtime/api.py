@@ -9,6 +9,7 @@ from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.recomputing import recomputable
 from slipstream.runtime.model.layers.shards import Shard, cut_parameters
 from slipstream.runtime.model.layers.split import weight_work
+from slipstream.runtime.model.layers.step_rules import StepRule, leave_gradient
 from slipstream.runtime.model.layers.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
 from slipstream.runtime.model.layers.worker_group import WorkerGroup, worker_group
 from slipstream.runtime.model.seeds import derive_seed, seeded
@@ -36,6 +37,7 @@ __all__ = [
     "RunResult",
     "Shard",
     "Slowdown",
+    "StepRule",
     "TrainingConfig",
     "WorkerGroup",
     "add_to_loss",
@@ -43,6 +45,7 @@ __all__ = [
     "derive_seed",
     "for_all_ranks",
     "gather_parts",
+    "leave_gradient",
     "parse_run_config",
     "part_of",
     "recomputable",

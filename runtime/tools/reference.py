@@ -24,7 +24,7 @@ from slipstream.runtime.model.layers.sharing import sharing_of
 from slipstream.runtime.model.passed import Value
 from slipstream.runtime.model.state.clipping import clip_factor, squares_of
 from slipstream.runtime.model.state.digest import parameter_digest
-from slipstream.runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.model.state.parameter_groups import grouped, rules_of
 from slipstream.runtime.model.state.undoable_steps import OptimizerSteps
 
 CPU = torch.device("cpu")
@@ -104,29 +104,34 @@ class PlainSteps(OptimizerSteps):
     """Steps parameters; or float32 copies of bfloat16 ones, whose gradients add up in the dtype that is configured."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
-        last = len(layers) - 1
+        last, rules = len(layers) - 1, rules_of(dict(enumerate(layers)))
+        self._ruled = rules.keys()
         self._stepped_by = {name: (parameter, nn.Parameter(parameter.detach().float())
                                    if config.master_weights else parameter)
                             for name, parameter in layers.named_parameters() if parameter.requires_grad}
         stepped = dict(self._stepped_by.values())
-        for parameter in stepped if config.master_weights else ():
+        for parameter in self._by_gradients() if config.master_weights else ():
             parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
         super().__init__([{**group, "params": [stepped[one] for one in group["params"]]}
                           for group in grouped({name: one for name, (one, _) in self._stepped_by.items()}, config,
-                                               last)],
+                                               last, rules)],
                          config)
 
     def squares(self) -> list[float]:
         """The sums of squares of gradients."""
-        return [squares_of(parameter.grad).item() for parameter, _ in self._stepped_by.values()
-                if parameter.grad is not None]
+        return [squares_of(parameter.grad).item() for parameter in self._by_gradients() if parameter.grad is not None]
+
+    def _by_gradients(self) -> list[nn.Parameter]:
+        """All parameters that no rule of their layer steps."""
+        return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
 
     def step(self, iteration: int, factor: float) -> None:
-        """Step by the gradients times a factor."""
+        """Step by the gradients times a factor; by rules, as they are."""
         self._set_rates(iteration)
-        for parameter, stepped in self._stepped_by.values():
-            stepped.grad = None if parameter.grad is None else parameter.grad.to(stepped.dtype) * factor
-        self._optimizer.step()
+        for name, (parameter, stepped) in self._stepped_by.items():
+            scale = 1.0 if name in self._ruled else factor
+            stepped.grad = None if parameter.grad is None else parameter.grad.to(stepped.dtype) * scale
+        self._update()
         with torch.no_grad():
             for parameter, stepped in self._stepped_by.values():
                 parameter.copy_(stepped)

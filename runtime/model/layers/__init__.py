@@ -7,6 +7,7 @@
     recomputing       layers, and parts of them, that are computed again before their backward
     compiling         layers compiled by torch.compile, with that backward
     sharing           parameters that several layers share
+    step_rules        parameters that a rule of their layer steps, in place of the optimizer
     documents         attention within the documents of a sample
     cross_entropy     the loss of language models, a few rows of logits at a time
     gpt               the GPT that comes with the package
@@ -14,6 +15,7 @@
     tensor_parallel   collectives in it that a backward goes through
     shards            what a rank has of a layer, and the whole of it
     distributed_tensors  layers that torch's parallelize_module has cut
+    grouped_products  products of rows with the matrices of their groups, for experts
     hugging_face/     decoder models of transformers, by name
     torchtitan/       torchtitan's models, by name
     flops             operations of a model's training, counted

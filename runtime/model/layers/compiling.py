@@ -55,9 +55,15 @@ def check_compilable(config: RunConfig, device: torch.device) -> None:
 
 
 def _check_torchtitan(config: RunConfig, named: str) -> None:
-    from slipstream.runtime.model.layers.torchtitan.specification import needs_masks, trainer_config
+    from slipstream.runtime.model.layers.torchtitan.specification import (
+        needs_masks,
+        require_no_experts,
+        trainer_config,
+    )
 
-    if needs_masks(trainer_config(config.model)):
+    trainer = trainer_config(config.model)
+    require_no_experts(trainer, "compile, and experts take other tokens each time", "false")
+    if needs_masks(trainer):
         raise ConfigError(f"{named} attention of model.torchtitan is given masks of documents, which is not tried; "
                           "expected false, or model.options.attention = 'sdpa'")
 

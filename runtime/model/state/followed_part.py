@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
-from slipstream.runtime.model.state.parameter_groups import grouped
+from slipstream.runtime.model.state.parameter_groups import grouped, rules_of
 from slipstream.runtime.model.state.part_state import PartState, flattened, shaped, trained
 from slipstream.runtime.model.state.undoable_steps import UndoableSteps
 from slipstream.runtime.model.state.version import Version
@@ -36,7 +36,7 @@ class SteppedPart(UndoableSteps):
         self._pieces = {name: nn.Parameter(shaped(part.tensors[key].to(HOST, copy=True), parameters[name]))
                         for key, name in names.items() if key.startswith("model.")}
         groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config,
-                         sharing.last)
+                         sharing.last, rules_of({part.layer: module}))
         pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
         super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
         self.version = Version(part.after)
@@ -80,7 +80,7 @@ class SteppedPart(UndoableSteps):
         for slot, value in slots.items():
             self.states[piece][slot] = value.to(self._device_of(slot, piece))
         piece.grad = gradient.to(self._device)
-        self._optimizer.step()
+        self._update()
         piece.grad, piece.data = None, parameter.copy_(piece.data)
         for slot, value in self.tensors_of(piece).items():
             self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)

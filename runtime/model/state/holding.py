@@ -13,6 +13,7 @@ from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.distributed_tensors import with_local_parameters
 from slipstream.runtime.model.layers.layered_model import LayeredModel, parameter_dtype
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
+from slipstream.runtime.model.layers.step_rules import require_stepped_by_rules, step_rules
 from slipstream.runtime.model.layers.unfilled import unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.model.seeds import GENERATORS
@@ -197,8 +198,10 @@ class Holding:
     def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
         """Zero gradients for what is reduced with a range."""
         kind = gradient_dtype(self._config)
+        ruled = [self.modules[layer].get_parameter(name) for layer in range(*layers)
+                 for name in trained(self.modules[layer]) if name in step_rules(self.modules[layer])]
         return [*_flatten_gradients(self._reduced(layers, whole=False), kind, self.cuts.get(layers)),
-                *_flatten_gradients(self._reduced(layers, whole=True), kind)]
+                *_flatten_gradients(self._reduced(layers, whole=True), kind), *_flatten_gradients(ruled)]
 
     def _zero_shared_gradients(self, mine: Place) -> list[Tensor]:
         """Those of a parameter that layers share."""
@@ -221,8 +224,9 @@ class Holding:
 
     def squares(self) -> float:
         """Their sum, for people to look at; `layer_squares` gives the same bits wherever a layer is."""
-        # The ranks of a group have some parameters alike; and others have parts.
-        if worker_group() is not None or any(one.sharded for one in self.cuts.values()):
+        # The ranks of a group have some parameters alike, others have parts, and what rules step counts nothing.
+        if worker_group() is not None or any(one.sharded for one in self.cuts.values()) or any(
+                map(step_rules, self.modules.values())):
             return math.fsum(self.layer_squares().values())
         layers = {layer for layer, own in self.optimizer.own.items() if own}
         found = [flat for one, flats in self._gradients.items() if not layers.isdisjoint(range(*one)) for flat in flats]
@@ -235,9 +239,11 @@ class Holding:
         return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
-        """The parameters that are reduced with a range: those that are not cut, or the others."""
+        """The parameters that are reduced with a range, but for what rules step: those that are not cut, or the others.
+        """
         return [parameter for layer in range(*layers) for name, parameter in trained(self.modules[layer]).items()
-                if (name in kept_whole(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)]
+                if (name in kept_whole(self.modules[layer])) is whole and not self.sharing.is_shared(layer, name)
+                and name not in step_rules(self.modules[layer])]
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -287,9 +293,12 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
-    """What other layers have, too, and what is of another dtype, is not cut."""
-    keep_whole(module, [name for name, parameter in trained(module).items()
-                        if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
+    """What other layers have, too, what is of another dtype, and what rules step, is not cut. Raises ConfigError where
+    a rule is of no parameter."""
+    rules, mine = step_rules(module), trained(module)
+    require_stepped_by_rules(layer, rules, {name: sharing.is_shared(layer, name) for name in mine})
+    keep_whole(module, [name for name, parameter in mine.items() if sharing.is_shared(layer, name)
+                        or parameter.dtype != parameter_dtype(config) or name in rules])
 
 
 def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:

@@ -105,7 +105,7 @@ class LateSteps(OptimizerSteps):
                 stepped.grad = gradient.to(stepped.dtype)
                 if due.factor != 1.0:
                     stepped.grad.mul_(due.factor)
-            self._optimizer.step()
+            self._update()
             for stepped, _ in some:
                 stepped.grad = None
         self.version = Version(due.iteration)

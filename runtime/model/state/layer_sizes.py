@@ -3,6 +3,7 @@
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.layers.step_rules import step_rules
 from slipstream.runtime.model.layers.worker_group import standing_in
 from slipstream.runtime.model.state.holding import without_memory
 from slipstream.runtime.model.state.parameter_groups import is_stepped_by_muon
@@ -24,7 +25,10 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
         with standing_in(config.tensor_parallel):
             module = without_memory(model, layer)
         state = 0
+        rules = step_rules(module)
         for name, one in module.named_parameters():
+            if name in rules:
+                continue
             by_muon = is_stepped_by_muon(str(sharing.first(layer, name)), one, config, sharing.last)
             state += slots_of(config, by_muon=by_muon) * (4 * one.numel() if config.master_weights else one.nbytes)
         found.append(sum(one.nbytes for one in (*module.buffers(), *module.parameters())) + round(share * state))

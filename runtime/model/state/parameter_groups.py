@@ -11,16 +11,20 @@ from torch import nn
 from slipstream.runtime.config import ConfigError, ParameterGroup, TrainingConfig
 from slipstream.runtime.model.layers.layered_model import LayeredModel
 from slipstream.runtime.model.layers.sharing import sharing_of
+from slipstream.runtime.model.layers.step_rules import StepRule, step_rules
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""
 _OPTIONS = {"learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas", "epsilon": "eps",
             "momentum": "momentum"}
 """Our names of options, and torch's."""
+NO_RULES: Mapping[str, StepRule] = {}
 
 
-def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None) -> Groups:
-    """Parameters, by `LAYER.NAME`, in groups: matrices and vectors of no pattern, then those of each pattern.
+def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last: int | None,
+            rules: Mapping[str, StepRule] = NO_RULES) -> Groups:
+    """Parameters, by `LAYER.NAME`, in groups: matrices and vectors of no pattern, those of each pattern, then each that
+    one of the rules steps.
 
     A group names only what differs from the optimizer's defaults, and its weight decay. Where no pattern says
     otherwise, matrices decay and vectors (norms, biases) do not. With Muon, it says whether Muon steps it; `last` is
@@ -30,11 +34,14 @@ def grouped(parameters: Mapping[str, nn.Parameter], config: TrainingConfig, last
         (number, matrix, muon): [] for number in range(-1, len(config.parameter_groups)) for matrix in (True, False)
         for muon in (False, True)}
     for name, parameter in parameters.items():
+        if name in rules:
+            continue
         number = _group_of(name, config.parameter_groups)
         found[number, parameter.dim() >= 2, is_stepped_by_muon(name, parameter, config, last)].append(parameter)
     return [{"params": members, "weight_decay": config.weight_decay if matrix else 0.0,
              **(_muon_options(config) if muon else {}), **_options(number, config)}
-            for (number, matrix, muon), members in found.items() if members or (number < 0 and not muon)]
+            for (number, matrix, muon), members in found.items() if members or (number < 0 and not muon)] + [
+        {"params": [parameters[name]], "rule": rule} for name, rule in rules.items() if name in parameters]
 
 
 def is_stepped_by_muon(name: str, parameter: nn.Parameter, config: TrainingConfig, last: int | None) -> bool:
@@ -69,13 +76,18 @@ def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
 
 
 def _names(model: LayeredModel) -> Iterable[str]:
-    """Of all parameters; what layers share has the first of its names."""
+    """Of all parameters that the optimizer steps; what layers share has the first of its names."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
         yield from (str(sharing.first(layer, name)) for name, parameter in module.named_parameters()
-                    if parameter.requires_grad)
+                    if parameter.requires_grad and name not in step_rules(module))
+
+
+def rules_of(modules: Mapping[int, nn.Module]) -> dict[str, StepRule]:
+    """Return the rules of some layers by `LAYER.NAME`."""
+    return {f"{layer}.{name}": rule for layer, module in modules.items() for name, rule in step_rules(module).items()}
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.model.layers.shards import shards_of
 from slipstream.runtime.model.layers.sharing import NOTHING_SHARED, Sharing, name_of
+from slipstream.runtime.model.layers.step_rules import step_rules
 from slipstream.runtime.model.layers.worker_group import first_rank
 from slipstream.runtime.model.state.checksum import checksum
 from slipstream.runtime.model.state.clipping import squares_of
 from slipstream.runtime.model.state.copied_sums import Sums
 from slipstream.runtime.model.state.late_steps import BUFFERS, LateSteps
-from slipstream.runtime.model.state.parameter_groups import Groups, grouped
+from slipstream.runtime.model.state.parameter_groups import Groups, grouped, rules_of
 from slipstream.runtime.model.state.part_state import (
     PartState,
     elements_of,
@@ -155,10 +156,12 @@ class PartOptimizer(UndoableSteps):
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
 
         What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
+        What rules step counts nothing.
         """
         counted = [piece for piece in self._pieces if piece.parameter.grad is not None
                    and piece.part in self.own.get(piece.layer, ())
                    and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
+                   and piece.name not in step_rules(self._modules[piece.layer])
                    and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [squares_of(gradient) for piece in counted
                 if (gradient := piece.gradient()) is not None]
@@ -312,7 +315,7 @@ class PartOptimizer(UndoableSteps):
                 mine.append(piece.stepped)
             names[str(self._sharing.first(piece.layer, piece.name))] = piece.parameter
         return [{**group, "params": [one for parameter in group["params"] for one in by_parameter[parameter]]}
-                for group in grouped(names, config, self._sharing.last)]
+                for group in grouped(names, config, self._sharing.last, rules_of(self._modules))]
 
     def _make_step(self, factor: float) -> None:
         for piece in self._pieces:

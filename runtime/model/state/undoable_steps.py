@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
+from slipstream.runtime.model.layers.step_rules import StepRule
 from slipstream.runtime.model.object_reference import is_reference, load_reference
 from slipstream.runtime.model.state.learning_rate import is_scheduled, scale
 from slipstream.runtime.model.state.parameter_groups import Groups
@@ -67,14 +68,25 @@ class OptimizerSteps:
 
     def __init__(self, groups: Groups, config: TrainingConfig) -> None:
         self._config = config
-        self._optimizer = optimizer_factory(config)(groups, config)
+        self._rules: dict[nn.Parameter, StepRule] = {
+            parameter: group["rule"] for group in groups if "rule" in group for parameter in group["params"]}
+        """What is stepped by a rule of its layer, and not by the optimizer."""
+        self._optimizer = optimizer_factory(config)([group for group in groups if "rule" not in group], config)
         self._rates = self._scheduled_rates()
         self.states: Any = self._optimizer.state
         """Of each tensor, what the optimizer remembers of it."""
 
     def _stepped(self) -> Sequence[nn.Parameter]:
         """What is stepped: each tensor once."""
-        return [one for group in self._optimizer.param_groups for one in group["params"]]
+        return [*(one for group in self._optimizer.param_groups for one in group["params"]), *self._rules]
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Step all that has a gradient."""
+        self._optimizer.step()
+        for parameter, rule in self._rules.items():
+            if parameter.grad is not None:
+                rule(parameter, parameter.grad)
 
     def tensors_of(self, stepped: nn.Parameter) -> dict[str, Tensor]:
         """The tensors that the optimizer remembers of one that it steps, by slot: none before its first step."""
@@ -133,8 +145,9 @@ class UndoableSteps(OptimizerSteps):
         """Of what is stepped, and its state."""
 
     def step(self, iteration: int, factor: float | None = 1.0) -> None:
-        """Step with the gradients times `factor`, which `.grad` then holds; None: there is no step. Undoable from now
-        on. Raises VersionError unless what is stepped is that after the iteration before."""
+        """Step with the gradients times `factor`, which `.grad` then holds, and by rules with gradients as they are;
+        None: there is no step. Undoable from now on. Raises VersionError unless what is stepped is that after the
+        iteration before."""
         self.version.require(iteration - 1, "what is to be stepped")
         self.open_iteration, self.version = iteration, Version(iteration, whole=False)
         self._spare = {id(pair[0]): pair for pair in self._saved}
@@ -150,9 +163,9 @@ class UndoableSteps(OptimizerSteps):
         self._save(self._stepped())
         if factor != 1.0:
             for parameter in self._stepped():
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter not in self._rules:
                     parameter.grad.mul_(factor)
-        self._optimizer.step()
+        self._update()
 
     def undo(self) -> None:
         """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""

@@ -2,6 +2,7 @@
 
     specification  what `[model] torchtitan` names, and which models of it can be cut into layers
     model          the `LayeredModel`; torchtitan's checkpoints, read layer by layer
+    experts        mixtures of experts: tokens are counted in the backward, and a rule steps what follows from that
     ranks          layers over the ranks of a worker, as torchtitan cuts them
     export         a run's checkpoint as one of torchtitan's
     training       what torchtitan's Trainer is configured to do, as the configuration of a run

@@ -17,8 +17,15 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.model.layers.calling import Batch
 from slipstream.runtime.model.layers.cross_entropy import cross_entropy
 from slipstream.runtime.model.layers.sharing import put_tensor
+from slipstream.runtime.model.layers.torchtitan.experts import with_counted_tokens
 from slipstream.runtime.model.layers.torchtitan.ranks import copied, cut_over_ranks, on_ranks, whole
-from slipstream.runtime.model.layers.torchtitan.specification import KEY, needs_masks, sample_of, trainer_config
+from slipstream.runtime.model.layers.torchtitan.specification import (
+    KEY,
+    needs_masks,
+    require_no_experts,
+    sample_of,
+    trainer_config,
+)
 from slipstream.runtime.model.layers.unfilled import is_unfilled
 from slipstream.runtime.model.layers.worker_group import worker_group
 from slipstream.runtime.model.seeds import GENERATORS, derive_seed, seeded
@@ -64,6 +71,7 @@ class Torchtitan:
                 if self._folder is not None and not is_unfilled():
                     _load_layer(module, self._folder)
             if worker_group() is not None:
+                require_no_experts(self._trainer, "tensor_parallel, which its experts are not cut for", "1")
                 module = cut_over_ranks(module, self._on_meta(layer), device)
             # Their fused products are written as their parts; the runtime wants each parameter as it is stepped.
             without_state_hooks(module)
@@ -95,6 +103,7 @@ class Torchtitan:
         module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties what is tied
         for parameter in module.parameters():  # and no buffers: those of rotations are complex
             parameter.data = parameter.data.to(self._dtype)
+        module.step_rules = with_counted_tokens(module)
         return module.train()
 
 

@@ -16,6 +16,9 @@ from torchtitan.config import CompileConfig, ConfigManager, ParallelismConfig, T
 from torchtitan.models import _supported_models
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.deepseek_v3.mtp import MTPDecoder
+from torchtitan.models.gpt_oss.moe import GptOssMoE
 from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, ModelConfig
@@ -133,22 +136,38 @@ def needs_masks(config: Trainer.Config) -> bool:
         getattr(found.first_attention, "inner_attention", None), ScaledDotProductAttention.Config)
 
 
+def has_experts(config: Trainer.Config) -> bool:
+    """Whether any layer is a mixture of experts."""
+    assert config.model_spec is not None
+    return any(getattr(layer, "moe", None) is not None for layer in getattr(config.model_spec.model, "layers", ()))
+
+
+def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> None:
+    """Raise ConfigError where a model with experts is given something that they cannot do."""
+    if has_experts(config):
+        spec: Any = config.model_spec
+        raise ConfigError(f"{KEY} is '{spec.name}/{spec.flavor}', a mixture of experts, with training.{beside}; "
+                          f"expected {expected}")
+
+
 def sample_of(config: Trainer.Config, device: torch.device) -> Any:
-    """The whole model on the meta device. Raises ConfigError where it is no chain of dense layers."""
+    """The whole model on the meta device. Raises ConfigError where it is no chain of layers."""
     spec = config.model_spec
     assert spec is not None
     wrong = f"{KEY} is '{spec.name}/{spec.flavor}'"
     if not isinstance(spec.model, Decoder.Config):
-        raise ConfigError(f"{wrong}, which is no decoder; expected a decoder of dense layers, such as 'llama3/8B'")
+        raise ConfigError(f"{wrong}, which is no decoder; expected a decoder, such as 'llama3/8B'")
     for layer in spec.model.layers:
-        if getattr(layer, "moe", None) is not None:
-            raise ConfigError(f"{wrong}, whose experts count tokens in their forward, and whose optimizer moves their "
-                              "bias: a step that is made again would count twice; expected dense layers")
+        moe = getattr(layer, "moe", None)
+        if moe is not None and type(moe) not in (MoE.Config, GptOssMoE.Config):
+            raise ConfigError(f"{wrong}, whose experts are {type(moe).__qualname__}, which may have state of their "
+                              "own; expected torchtitan's MoE")
     if has_quantization(spec.model):
         raise ConfigError(f"{wrong} with quantized products, whose backward cannot be split; expected plain ones")
     with torch.device("meta"):
         model = spec.model.build()
-    if type(model).forward is not Decoder.forward or set(dict(model.named_children())) != _PARTS:
+    if type(model).forward not in (Decoder.forward, MTPDecoder.forward) or set(
+            dict(model.named_children())) != _PARTS:
         raise ConfigError(f"{wrong}, which is more than a chain of an embedding, decoder layers and a head; expected "
                           "such a model")
     frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)

@@ -18,7 +18,13 @@ from torchtitan.trainer import Trainer
 
 from slipstream.runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
 from slipstream.runtime.model.layers.compiling import check_compilable
-from slipstream.runtime.model.layers.torchtitan.specification import in_one_process, needs_masks, parsed, sample_of
+from slipstream.runtime.model.layers.torchtitan.specification import (
+    has_experts,
+    in_one_process,
+    needs_masks,
+    parsed,
+    sample_of,
+)
 
 _DTYPES = {"float32": "float32", "bfloat16": "bf16", "float64": "float64"}
 """torchtitan's names, and ours: its mixed precision is autocast here."""
@@ -116,8 +122,11 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     for beside, what in ((degrees.tensor_parallel_degree > 1,
                           f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree}"),
                          (isinstance(config.activation_checkpoint, FullAC.Config), "FullAC"),
+                         (compiled and has_experts(config), "experts"),
                          (compiled and needs_masks(config), "attention that is given masks of documents")):
         yield compiled and beside, f"--compile.enable with {what}", "one of them"
+    yield (has_experts(config) and degrees.tensor_parallel_degree > 1,
+           f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree} with experts", "1")
     yield bool(config.override.imports), "--override.imports", "the configuration to have what they change"
     yield checkpoint.create_seed_checkpoint, "--checkpoint.create_seed_checkpoint", "torchtitan's own program for it"
     loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss

@@ -1,0 +1,57 @@
+"""Parameters that a rule of their layer steps, in place of the optimizer: what follows from what a layer counts.
+
+Such a parameter is state like any other: its "gradient" may be no derivative, such as the tokens that each expert was
+given (`leave_gradient`), but it is summed over all micro-batches and workers, and what steps by it is undone, moves and
+is saved with the layer. It is never cut, scaled, or counted in the norm of gradients.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.runtime.config import ConfigError
+
+StepRule = Callable[[Tensor, Tensor], None]
+"""Changes a parameter in place by the sum of its gradients, in the parameter's own dtype; it depends on nothing else.
+"""
+
+
+def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
+    """Return a layer's rules by the names of its parameters: its attribute `step_rules`."""
+    rules: Mapping[str, StepRule] = getattr(module, "step_rules", {})
+    return rules
+
+
+def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
+    """Raise ConfigError unless each rule is one of a trained parameter that no other layer shares.
+
+    `trained` are the names of the layer's trained parameters, and whether other layers share them.
+    """
+    for name in rules:
+        if trained.get(name) is not False:
+            what = "which other layers share" if name in trained else "which is no trained parameter of it"
+            raise ConfigError(f"step_rules of layer {layer} of the model name {name!r}, {what}; expected a trained "
+                              "parameter of its own")
+
+
+def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return the value; the backward through it adds `gradient` to the parameter's, once for each micro-batch.
+
+    The gradient is taken as it is: what a micro-batch's loss counts does not scale it.
+    """
+    left: Tensor = _Left.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
+    return left
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient.to(parameter.dtype))
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, of_value: Tensor) -> tuple[Tensor, Tensor, None]:
+        [gradient] = ctx.saved_tensors
+        return of_value, gradient, None
