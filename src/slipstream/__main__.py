@@ -10,4 +10,5 @@ if not sys.flags.safe_path:
 
 from slipstream.cli.start import main
 
-main()
+if __name__ == "__main__":  # workers of MPI and processes that are spawned import the main module of who starts them
+    main()

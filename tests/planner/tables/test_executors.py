@@ -44,6 +44,13 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def test_workers_that_import_the_main_module_run_no_command() -> None:
+    """As those of MPI and of multiprocessing do, under other names."""
+    given = [sys.executable, "-c", "import runpy; runpy.run_module('slipstream', run_name='__worker__')", "--version"]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def kill_once_a_part_is_there(folder: Path, command: subprocess.Popen[str], pid: int) -> None:
     deadline = time.monotonic() + SECONDS
     while not list(folder.glob("there/parts/*.gz")) and command.poll() is None:
