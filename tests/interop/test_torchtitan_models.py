@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections import deque
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from slipstream.runtime.model.checkpoints.parameters import load_parameters
 from slipstream.runtime.model.data.data import Microbatch, load_corpus
 from slipstream.runtime.model.layers.compiling import check_compilable
 from slipstream.runtime.model.layers.layered_model import model_for
+from slipstream.runtime.model.layers.sharing import put_tensor
+from slipstream.runtime.model.layers.split import backward_weight, deferring
 from slipstream.runtime.protocol.failure_injection import Injection
 from slipstream.runtime.run_options import Resilience
 from slipstream.schedules.schedule import Worker
@@ -48,7 +51,10 @@ def whole_of(config):
     whole = model._config.build().to(torch.float64)
     for layer in layers:
         for name, parameter in layer.named_parameters():
-            whole.get_parameter(name).data = parameter.data
+            if name in layer.step_rules:
+                put_tensor(whole, name, parameter.detach())
+            else:
+                whole.get_parameter(name).data = parameter.data
     if whole.enable_weight_tying:
         whole.tok_embeddings.weight = whole.lm_head.weight
     return model, layers, whole
@@ -63,8 +69,89 @@ def assert_same(result, expected, tolerance):
                                    rtol=0, atol=tolerance)
 
 
+@pytest.fixture(autouse=True)
+def few_experts(monkeypatch):
+    """Of Qwen3's small mixture, which has 64 of a width of 768 in eight layers."""
+    if importlib.util.find_spec("torchtitan") is None:
+        return
+    from torchtitan.models import qwen3
+
+    made = qwen3.qwen3_configs["debugmodel_moe"]
+
+    def smaller(**options):
+        found = made(**options)
+        del found.layers[2:]
+        for layer in found.layers:
+            moe, routed = layer.moe, layer.moe.routed_experts
+            for one in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
+                one.num_experts = 12
+            moe.router.gate.out_features, routed.inner_experts.hidden_dim = 12, 32
+        return found
+
+    monkeypatch.setitem(qwen3.qwen3_configs, "debugmodel_moe", smaller)
+
+
+MIXTURES = ["qwen3/debugmodel_moe", "deepseek_v3/debugmodel"]
+
+
 @installed
-@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+@pytest.mark.parametrize(("name", "expected"), list(zip(MIXTURES, (2, 5), strict=True)))
+def test_gradients_and_counted_tokens_of_experts_are_the_models(name, expected):
+    """To the bit, though gradients of experts' weights come in W."""
+    _, layers, whole = whole_of(config(name))
+    for module in whole.modules():
+        if hasattr(module, "_precompute_cache"):
+            module._init_self_buffers()
+    for parameter in whole.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.clone()
+    tokens, work = torch.randint(2000, (2, 16)), deque()
+    whole(tokens).square().mean().backward()
+    with deferring(work):
+        for layer in layers:
+            tokens = layer(tokens)
+    tokens.square().mean().backward()
+    experts = next(one for layer in layers for name, one in layer.named_parameters() if name.endswith("w2_EDF"))
+    assert experts.grad is None
+    backward_weight(work)
+    mixtures = 0
+    for name, parameter in (pair for layer in layers for pair in layer.named_parameters()):
+        if name.endswith("expert_bias_E"):
+            moe = whole.get_submodule(name.rpartition(".")[0])
+            assert torch.equal(parameter.grad, moe.tokens_per_expert_E) and parameter.grad.sum() >= 2 * 16 * 3
+            mixtures += 1
+        else:
+            assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name
+    assert mixtures == expected
+
+
+@installed
+@pytest.mark.parametrize("training", [{"clip_norm": 1.0}, {"shard_optimizer": True, "recompute": "full"}], ids=str)
+def test_a_mixture_with_a_killed_worker_has_the_numbers_of_one_process(training, tmp_path):
+    given = config("deepseek_v3/debugmodel", optimizer="sgd", learning_rate=0.1, **training)
+    job = grid(2, 2, 2)
+    result = run(schedule_for(job), given, out=tmp_path / "run", resilience=Resilience(
+        scheduler=lambda down: schedule_for(job, [str(one) for one in down]),
+        injections=(Injection(Worker(1, 1), 3, 1),)))
+    assert len(result.recoveries) == 1
+    assert_same_numbers(result, judge(given, (2, 2), 6))
+    biases = [value for name, value in load_parameters(result.out).items() if name.endswith("expert_bias_E")]
+    assert len(biases) == 5 and all(bias.abs().max() > 1e-3 for bias in biases)
+
+
+@installed
+@pytest.mark.parametrize(("training", "words"), [
+    ({"tensor_parallel": 2}, "a mixture of experts, with training.tensor_parallel, which its experts are not cut for"),
+    ({"compile": True}, "a mixture of experts, with training.compile, and experts take other tokens each time")])
+def test_what_mixtures_cannot_do_is_refused_in_one_line(training, words, tmp_path):
+    job = grid(2, 2, 2)
+    with pytest.raises(ConfigError, match=words) as error:
+        run(schedule_for(job), config("deepseek_v3/debugmodel", **training), out=tmp_path / "run")
+    assert "\n" not in str(error.value)
+
+
+@installed
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel", *MIXTURES])
 def test_the_layers_one_after_the_other_are_the_model(name):
     model, layers, whole = whole_of(config(name))
     if model.shared:
@@ -84,7 +171,8 @@ def test_the_layers_one_after_the_other_are_the_model(name):
 @pytest.mark.parametrize(("name", "words"), [
     ("llama3/9B", "expected one of llama3/debugmodel"),
     ("nothing", "such as 'llama3/8B'"),
-    ("qwen3/debugmodel_moe", "count tokens in their forward"),
+    ("kimi_k2_7/debugmodel", "is more than a chain"),
+    ("gpt_oss/debugmodel", "attention has sinks and windows, which ScaledDotProductAttention has not"),
     ("flux/flux-debug", "is no decoder"),
 ])
 def test_other_models_are_refused_in_one_line(name, words):
@@ -148,7 +236,7 @@ def test_layers_that_are_given_masks_are_not_compiled():
 
 
 @installed
-@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel"])
+@pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel", "deepseek_v3/debugmodel"])
 def test_a_checkpoint_that_is_exported_is_one_of_torchtitan_and_where_layers_begin(tmp_path, name):
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -167,7 +255,7 @@ def test_a_checkpoint_that_is_exported_is_one_of_torchtitan_and_where_layers_beg
     begun = model_for(config(name, model={"checkpoint": str(folder)}).model, 7, torch.float64, CPU)
     for number in range(len(layers)):
         for key, value in begun.build(number).named_parameters():
-            assert torch.equal(value, whole.get_parameter(key))
+            assert torch.equal(value, {**dict(whole.named_parameters()), **dict(whole.named_buffers())}[key])
     absent = model_for(config(name, model={"checkpoint": str(tmp_path)}).model, 7, torch.float64, CPU)
     with pytest.raises(ConfigError, match="cannot be read"):
         absent.build(0)

@@ -82,7 +82,9 @@ def test_the_reference_run_is_the_plain_one(clip_norm) -> None:
     assert ours.parameters["3.bias"].abs().max() > 0.02, "and the biases have moved"
 
 
-@pytest.mark.parametrize("training", [{}, {"recompute": "full"}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("training", [
+    {"recompute": "full"}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, {"shard_optimizer": True}))],
+    ids=str)
 def test_one_dies_after_a_step_that_is_undone(training, fork_server, tmp_path) -> None:
     """Tokens are counted once where a layer is computed again, and are never scaled as gradients are."""
     config = ruled(clip_norm=0.5, **training)
@@ -107,6 +109,7 @@ def test_killed_anywhere_and_back(training, mode, fork_server, tmp_path) -> None
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
 
 
+@pytest.mark.slow
 def test_layers_move(fork_server, tmp_path) -> None:
     config = ruled(60, evaluate_every=10, validation_text=__file__)
     result, events, _ = settle([at("1.2", 2, "O")], fork_server, tmp_path, config=config)

@@ -18,6 +18,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPDecoder
+from torchtitan.models.gpt_oss.model import GptOssModel
 from torchtitan.models.gpt_oss.moe import GptOssMoE
 from torchtitan.trainer import Trainer
 
@@ -173,6 +174,9 @@ def sample_of(config: Trainer.Config, device: torch.device) -> Any:
     frozen = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
     if frozen is not None:
         raise ConfigError(f"{wrong}, whose {frozen} is not trained (LoRA); expected a model that is trained as a whole")
+    if isinstance(spec.model, GptOssModel.Config) and not needs_masks(config):
+        raise ConfigError(f"{wrong}, whose attention has sinks and windows, which ScaledDotProductAttention has not; "
+                          "expected its own, on a GPU")
     if needs_masks(config) and device.type != "cuda":
         raise ConfigError(f"{wrong}, whose attention has no backward on {device.type}; expected a GPU, or "
                           "model.options.attention = 'sdpa' (in a configuration of torchtitan's "
