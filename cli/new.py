@@ -9,15 +9,20 @@ import typer
 
 from slipstream.cli.shared.console import completing, duration, err, out, print_json, refuse
 from slipstream.cli.shared.inputs import is_there, require_choice, require_writable, write_or_refuse
-from slipstream.cli.shared.options import ANSWER, Json
+from slipstream.cli.shared.options import ANSWER, PLACEMENTS, SEARCH, Json, Placement, Steps
+from slipstream.cli.shared.plan_summary import placement_lines
+from slipstream.cli.shared.planning import find_pipeline
 from slipstream.planner.job.estimate import GPUS, GpuSpec, ModelLayout, estimate
-from slipstream.planner.job.file import MAX_RANKS, JobError, parse_job
+from slipstream.planner.job.file import MAX_RANKS, Job, JobError, parse_job
 from slipstream.planner.job.model_config import FAMILIES, read_model
 from slipstream.planner.job.model_shape import ModelLayers, ModelShape
 from slipstream.planner.job.presets import ESTIMATED, preset, preset_names
 from slipstream.planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from slipstream.planner.job.straggler_trace import SUFFIX, read_straggler_trace
 from slipstream.planner.job.toml import job_text, rounded
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import FoundPlacement
+from slipstream.planner.report import placement_report
 
 T = TypeVar("T")
 MOST = 2**31
@@ -88,11 +93,13 @@ WorkersPerNode = Annotated[int | None, typer.Option("--workers-per-node", rich_h
                                                     metavar="N", min=1, max=2**17, help=(
     "Workers that share a node (a machine), and so fail together: [topology]."))]
 Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH, metavar="SEC", min=0.01,
+                                          max=7 * 86400, help="With --placement any: seconds to search at most.")]
 OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
 
 
-_OF_ALL = {"out_file", "force", "json"}
+_OF_ALL = {"out_file", "force", "json", "placement", "time_limit", "steps"}
 """Options of all ways to begin."""
 _OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "stage_layers", "workers_per_node", "name"}
 """Options for a job from a trace."""
@@ -107,8 +114,9 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         tensor_parallel: TensorParallel = 1, shard_optimizer: ShardOptimizer = False, muon: Muon = False,
         microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
         microbatches: Microbatches = None, transfer: Transfer = None, stage_layers: StageLayers = None,
-        workers_per_node: WorkersPerNode = None, name: Name = None, out_file: OutFile = Path("job.toml"),
-        force: Force = False, json: Json = False) -> None:
+        workers_per_node: WorkersPerNode = None, name: Name = None, placement: Placement = "given",
+        time_limit: TimeLimit = 10.0, steps: Steps = None, out_file: OutFile = Path("job.toml"), force: Force = False,
+        json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
     Asks for what no option says. The estimate counts matrix products, attention and scans, and reads bandwidths off
@@ -119,6 +127,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         refuse("--preset, --trace, --model and --layers are four ways to begin: take one")
     if preset_name is not None:
         _preset(preset_name, shard_optimizer=shard_optimizer)  # refused before a file that is there already
+    require_choice("--placement", placement, PLACEMENTS)
     require_writable(out_file)
     if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
@@ -149,7 +158,12 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         workers_per_node = _count("Workers per node (machine)?", 1, "--workers-per-node")
     if workers_per_node is not None and workers_per_node > 1:
         text += f"\n[topology]\nworkers_per_node = {workers_per_node}\n"
-    _finish(text, out_file, json)
+    found = None
+    if placement == "any":
+        _parsed(text, out_file)
+        found = find_pipeline(out_file, text, PlanOptions(time_limit=time_limit, steps=steps))
+        text = found.text
+    _finish(text, out_file, found, json)
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
@@ -187,15 +201,21 @@ def _model_layers(config: Path | None, layers: int | None, hidden: int | None, h
         refuse(error)
 
 
-def _finish(text: str, path: Path, json: bool) -> None:
+def _parsed(text: str, path: Path) -> Job:
     try:
-        job = parse_job(text, str(path))
+        return parse_job(text, str(path))
     except JobError as error:
         refuse(error)
+
+
+def _finish(text: str, path: Path, found: FoundPlacement | None, json: bool) -> None:
+    job = _parsed(text, path)
     write_or_refuse(path, text.encode())
     if json:
-        print_json({"job": text, "out": str(path)})
+        print_json({"job": text, "out": str(path), **({} if found is None else placement_report(found))})
         return
+    for line in placement_lines(found):
+        out.print(line, soft_wrap=True, markup=False)
     out.print(f"{path}: {job.pipelines} pipelines x {job.stages} stages, longest forward "
               f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", soft_wrap=True)
 

@@ -18,6 +18,7 @@ from slipstream.cli.shared.inputs import (
 )
 from slipstream.cli.shared.options import (
     ANSWER,
+    PLACEMENTS,
     PLANNED,
     Backward,
     Failed,
@@ -28,8 +29,10 @@ from slipstream.cli.shared.options import (
     Optimizer,
     OutFile,
     Params,
+    Placement,
     Seed,
     Settings,
+    ShareDown,
     Steps,
     TimeLimit,
     Verbose,
@@ -43,8 +46,9 @@ from slipstream.cli.shared.plan_summary import (
     tally_lines,
 )
 from slipstream.cli.shared.planning import chosen_recomputation, find_pipeline, make_plan, plan_options
+from slipstream.planner.job.file import read_job_text
 from slipstream.planner.options import LAYERS
-from slipstream.planner.placement import DOWN
+from slipstream.planner.placement import DOWN, MOST_WEIGHED
 from slipstream.planner.report import (
     BANDWIDTH,
     Alternative,
@@ -65,16 +69,10 @@ LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=PLANNED, me
     "answer says what that takes."))]
 FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", rich_help_panel=PLANNED, help=(
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
-Placement = Annotated[str, typer.Option("--placement", rich_help_panel=PLANNED, metavar="given|any",
-                                        autocompletion=completing("given", "any"), help=(
-    "any: also find the virtual stages, the layers of each and the worker that holds it, in place of [placement] of "
-    "the job file; --job-out writes the job file of what is found."))]
-ForFailures = Annotated[int, typer.Option("--for-failures", rich_help_panel=PLANNED, metavar="K", min=0, max=64, help=(
+ForFailures = Annotated[int, typer.Option("--for-failures", rich_help_panel=PLANNED, metavar="K", min=0,
+                                      max=MOST_WEIGHED, help=(
     "With --placement any: choose what has the most throughput in the mean, with 0 to K workers down as often as 1 % "
     "of them fail at once, see --share-down."))]
-ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNED, metavar="SHARE", min=1e-6, max=0.5,
-                                          help="With --for-failures: the share of workers that are down in the mean."
-                                          )]
 JobOut = Annotated[Path | None, typer.Option("--job-out", rich_help_panel=ANSWER, metavar="FILE", help=(
     "With --placement any: write the job file of what is found to this file."))]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
@@ -115,7 +113,7 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
     clock = options.clock()
     found = None
     if placement == "any":
-        found = find_pipeline(job, settings, options, for_failures, share_down, clock)
+        found = find_pipeline(job, read_job_text(job, settings or ()), options, for_failures, share_down, clock)
         wanted, again, made = found.job, found.recomputation, found.plan
     else:
         again = chosen_recomputation(job, wanted, options)
@@ -151,7 +149,7 @@ def plan(job: JobFile, settings: Settings = None, failed: Failed = None, failed_
 
 def _require_placement(placement: str, **others: bool) -> None:
     """Refuse options that only a search for a placement has, or none: `others`, by their names, as given."""
-    require_choice("--placement", placement, ("given", "any"))
+    require_choice("--placement", placement, PLACEMENTS)
     if placement == "given":
         if given := [name for name in ("for_failures", "job_out") if others[name]]:
             refuse(f"--{given[0].replace('_', '-')}: only with --placement any")

@@ -10,9 +10,17 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream.cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from slipstream.cli.shared.inputs import require_trainable_tables
+from slipstream.cli.shared.inputs import (
+    is_there,
+    read_job_or_refuse,
+    require_choice,
+    require_trainable_tables,
+    require_writable,
+    write_or_refuse,
+)
 from slipstream.cli.shared.options import (
     ANSWER,
+    PLACEMENTS,
     PLANNED,
     SEARCH,
     Backward,
@@ -22,14 +30,27 @@ from slipstream.cli.shared.options import (
     MethodName,
     Optimizer,
     Params,
+    Placement,
     Seed,
     Settings,
+    ShareDown,
     Steps,
 )
-from slipstream.cli.shared.planning import chosen_recomputation, compile_planner, executor_or_refuse, plan_options
+from slipstream.cli.shared.plan_summary import placement_lines
+from slipstream.cli.shared.planning import (
+    chosen_recomputation,
+    compile_planner,
+    executor_or_refuse,
+    find_pipeline,
+    plan_options,
+)
 from slipstream.planner.budget import CountCallback
+from slipstream.planner.job.arrangement import MovableLayers
 from slipstream.planner.job.file import JobError, parse_job, read_job_text
 from slipstream.planner.model.problem import NoPlanError
+from slipstream.planner.options import PlanOptions
+from slipstream.planner.placement import DOWN, MOST_WEIGHED
+from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.planner.tables.build import WHOLE, BuiltTable, Share, build_share
 from slipstream.planner.tables.process_pool import PoolError
 from slipstream.schedules.tables.file import READABLE_INDEX, TableError
@@ -49,29 +70,42 @@ Jobs = Annotated[int | None, typer.Option("--jobs", rich_help_panel=SEARCH, meta
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
                                           metavar="SEC", min=0.01, max=7 * 86400, help=(
     "Seconds to search at most, for each entry."))]
+JobOut = Annotated[Path | None, typer.Option("--job-out", rich_help_panel=ANSWER, metavar="FILE", help=(
+    "With --placement any: the job file of what is found. Where it is there already, the table is planned for it."))]
 OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="DIR", help="The table's folder.")]
 
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
           jobs: Jobs = None, share: ShareOption = None, executor: ExecutorName = None, backward: Backward = None,
           optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 5.0, steps: Steps = None,
-          params: Params = None, seed: Seed = 0, settings: Settings = None, json: Json = False) -> None:
+          params: Params = None, seed: Seed = 0, settings: Settings = None, placement: Placement = "given",
+          share_down: ShareDown = DOWN, job_out: JobOut = None, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
     In one, roles move: live workers take over those of the dead where that costs least, and load their layers. The
     other is the settled answer, with any layers moved. Each one failure also has an answer that runs at once, with
     layers in place, which `train` goes on with.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
+    With --placement any, the pipeline is found first, in the time of an entry for each number of failures, as these
+    count.
     """
+    require_choice("--placement", placement, PLACEMENTS)
+    if (placement == "any") != (job_out is not None):
+        refuse("--placement any and --job-out FILE: one needs the other; FILE is the job file to train with")
+    if placement == "any" and method in BASELINES:
+        refuse("--placement any: not with --method 1f1b and recycle, which are for a placement that is given")
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit,
                            steps=steps, params=params, seed=seed)
     try:
         # Once: what is planned is what is kept beside the table, even of a pipe.
         text = read_job_text(job, settings or ())
         read = parse_job(text, str(job))
+        require_trainable_tables(job, read)
+        if job_out is not None:
+            text = _placed(job, text, job_out, options, max_failures, share_down, shared=share is not None)
+            read = parse_job(text, str(job_out))
     except JobError as error:
         refuse(error)
-    require_trainable_tables(job, read)
     again = chosen_recomputation(job, read, options)
     read = read if again is None else again.job
     try:
@@ -97,6 +131,29 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     else:
         out.print(f"{built.finished} of {built.entries} entries are in {out_folder}, {built.planned} planned now, in "
                   f"{duration(built.seconds)}; the last share that finishes writes the table", soft_wrap=True)
+
+
+def _placed(job: Path, text: str, job_out: Path, options: PlanOptions, failures: int, down: float, *,
+            shared: bool) -> str:
+    """The job with the best placement: the one in a file that was found before, or found now and written there.
+
+    A second search by the clock may find another one, for which a table that was begun is of no use.
+    """
+    if is_there(job_out):
+        if not MovableLayers(text).is_arranged(read_job_or_refuse(job_out)):
+            refuse(f"{job_out}: is there already, and is not {job} with another placement; remove it, or choose "
+                   "another file")
+        err.print(f"{job_out}: is there already, and has the placement", soft_wrap=True)
+        return read_job_text(job_out)
+    if shared:
+        refuse(f"--share: {job_out} is not there; find the placement first, with `slipstream plan {job} --placement "
+               f"any --for-failures {failures} --job-out {job_out}`")
+    require_writable(job_out)
+    weighed = min(failures, MOST_WEIGHED)
+    found = find_pipeline(job, text, options.within((1 + weighed) * options.seconds), weighed, down)
+    write_or_refuse(job_out, found.text.encode())
+    err.print("\n".join(placement_lines(found)), soft_wrap=True)
+    return found.text
 
 
 def _share(text: str | None) -> Share:

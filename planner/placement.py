@@ -56,6 +56,8 @@ FIRST_SHARE, CHANGES_SHARE, FINAL_SHARE, FAILURES_SHARE = 0.12, 0.4, 0.45, 0.5
 """Shares of the time that is left: for 1. to 4. above."""
 QUICK_TRIES = 10
 """List schedules of a placement that is compared."""
+MOST_WEIGHED = 64
+"""Numbers of failures that count, at most."""
 DOWN = 0.01
 """The share of workers that are down in the mean, for `failures`."""
 FIRST_AGAIN = (0.0, 0.5, 1.0)
@@ -412,8 +414,7 @@ class _Search:
     def _planned(self, best: Tried, own: Tried | None) -> FoundPlacement:
         """The whole job's plan, in the rest of the time."""
         arrangement = best.arrangement
-        text = self._layers.text(arrangement, [f"Placement found by `slipstream plan --placement any`: "
-                                               f"{arrangement.words}."])
+        text = self._layers.text(arrangement, f"{arrangement.words}.")
         job, again = best.job, None
         left = max(0.01, self._seconds)
         if self._again:

@@ -9,6 +9,8 @@ from slipstream.cli.shared.console import completing
 
 PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
 """Groups of options in the help of several commands."""
+PLACEMENTS = ("given", "any")
+"""What --placement may say."""
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=(
@@ -53,6 +55,13 @@ Verbose = Annotated[bool, typer.Option("--verbose", rich_help_panel=ANSWER, help
     "Also print how often each technique of the search was tried, and how often it helped."))]
 Seed = Annotated[int, typer.Option("--seed", rich_help_panel=SEARCH, metavar="N", min=0, max=2**31 - 1, help=(
     "Seed of every random choice."))]
+Placement = Annotated[str, typer.Option("--placement", rich_help_panel=PLANNED, metavar="given|any",
+                                        autocompletion=completing(*PLACEMENTS), help=(
+    "any: also find the virtual stages, the layers of each and the worker that holds it, in place of [placement] of "
+    "the job file."))]
+ShareDown = Annotated[float, typer.Option("--share-down", rich_help_panel=PLANNED, metavar="SHARE", min=1e-6, max=0.5,
+                                          help="With --placement any, where failures count: the share of workers that "
+                                          "are down in the mean.")]
 OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
     "Write the schedule to this file."))]
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Print one JSON object.")]

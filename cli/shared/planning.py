@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,12 +15,12 @@ from slipstream.cli.shared.console import answer_no, err, refuse
 from slipstream.cli.shared.inputs import require_choice
 from slipstream.planner.budget import Clock, ProgressCallback
 from slipstream.planner.compiled import ready
-from slipstream.planner.job.file import Job, JobError, read_job_text
+from slipstream.planner.job.file import Job, JobError
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.normalise import normalised
 from slipstream.planner.options import Layers, PlanOptions
 from slipstream.planner.params import DEFAULTS, ParamsError, SearchParams, read_params
-from slipstream.planner.placement import FoundPlacement, find_placement
+from slipstream.planner.placement import DOWN, FoundPlacement, find_placement
 from slipstream.planner.plan import FaultFree, Plan, plan_with, reference_key
 from slipstream.planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from slipstream.planner.search.engine import METHODS, Method
@@ -85,16 +85,15 @@ def executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
         yield executor
 
 
-def find_pipeline(path: Path, settings: Sequence[str] | None, options: PlanOptions, failures: int, down: float,
-                  clock: Clock) -> FoundPlacement:
-    """The best pipeline for the job in a file, with progress on stderr.
+def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = DOWN,
+                  clock: Clock | None = None) -> FoundPlacement:
+    """The best pipeline for the job in a text, with progress on stderr. `path`: of the job, for messages.
 
     Exits 2 where a stage has no layer, 1 where nothing fits.
     """
     try:
         with planning("ends it, and nothing is written") as progress:
-            return find_placement(read_job_text(path, settings or ()), options, failures=failures, down=down,
-                                  progress=progress, clock=clock)
+            return find_placement(text, options, failures=failures, down=down, progress=progress, clock=clock)
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")
         raise typer.Exit(130) from None

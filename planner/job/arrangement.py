@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor
@@ -9,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from slipstream.planner.job.file import JobError, parse_job, placement_columns
+from slipstream.planner.job.file import Job, JobError, parse_job, placement_columns
 from slipstream.planner.job.layers import LayerSeconds, exact, layer_costs, layer_counts
-from slipstream.planner.job.toml import job_text
+from slipstream.planner.job.toml import job_text, table_comments
 
 _TIMES = ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")
 _SIZES = ("activation", "weight_stash", "weights", "recomputed")
+FOUND = "Placement found by `--placement any`:"
 DIGITS = 12
 """Of what is written: as many as are exact, so that nothing is gained by rounding."""
 
@@ -60,6 +62,17 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return order + (f", {self.chunks} virtual stages a worker" if self.chunks > 1 else "")
 
 
+def arrangement_of(job: Job) -> Arrangement:
+    """That of a job. Raises JobError where a stage has no layer."""
+    order: str | tuple[int, ...] = "bidirectional" if job.chains > 1 else job.columns
+    chunks = job.depth // job.stages
+    for name in () if job.chains > 1 else ("linear", "interleaved", "v"):
+        if placement_columns(name, job.stages, chunks) == job.columns:
+            order = name
+            break
+    return Arrangement(order=order, chunks=chunks, counts=layer_counts(job))
+
+
 class MovableLayers:
     """What each layer of a job costs, in whichever virtual stage it is.
 
@@ -70,7 +83,7 @@ class MovableLayers:
 
     def __init__(self, text: str) -> None:
         """`text`: a job file that needs no other. Raises JobError, also where a stage has no layer."""
-        self._tables = tomllib.loads(text)
+        self._tables, self._comments = tomllib.loads(text), table_comments(text)
         self.job = job = parse_job(text)
         self.costs = layer_costs(job)
         self.layers = len(self.costs.forward)
@@ -87,14 +100,7 @@ class MovableLayers:
     @property
     def given(self) -> Arrangement:
         """The job's own."""
-        job = self.job
-        order: str | tuple[int, ...] = "bidirectional" if job.chains > 1 else job.columns
-        chunks = job.depth // job.stages
-        for name in () if job.chains > 1 else ("linear", "interleaved", "v"):
-            if placement_columns(name, job.stages, chunks) == job.columns:
-                order = name
-                break
-        return Arrangement(order=order, chunks=chunks, counts=layer_counts(job))
+        return arrangement_of(self.job)
 
     def work(self, layer: int) -> Fraction:
         """Seconds of F, I and W of a layer for one micro-batch: the same wherever it is."""
@@ -107,8 +113,19 @@ class MovableLayers:
         weights = (all_of - part for all_of, part in zip(both, self._inputs, strict=True))
         return tuple(floor(value / tick) for value in self._inputs), tuple(floor(value / tick) for value in weights)
 
-    def text(self, arrangement: Arrangement, comments: Sequence[str] = ()) -> str:
-        """The job file with another arrangement. Raises JobError where a worker has no room for its layers."""
+    def is_arranged(self, job: Job) -> bool:
+        """Whether a job is this one, perhaps with another arrangement."""
+        with suppress(JobError):
+            other = arrangement_of(job)
+            return job.stages == self.job.stages and sum(other.counts) == self.layers and \
+                job == parse_job(self.text(other))
+        return False
+
+    def text(self, arrangement: Arrangement, remark: str = "") -> str:
+        """The job file with another arrangement, and with a remark at its top.
+
+        Raises JobError where a worker has no room for its layers.
+        """
         edges = [0, *arrangement.ends]
         assert edges[-1] == self.layers and len(arrangement.columns(self.job.stages)) == len(arrangement.counts)
         by_layer = self._by_layer(edges[1])
@@ -130,7 +147,8 @@ class MovableLayers:
         tables.pop("layers", None)
         if told:
             tables["layers"] = told
-        return job_text(tables, {"": comments} if comments else {})
+        above = [line for line in self._comments[""] if not line.startswith(FOUND)]
+        return job_text(tables, {**self._comments, "": [*above, *([f"{FOUND} {remark}"] if remark else [])]})
 
     def _by_layer(self, first: int) -> Mapping[str, Sequence[Fraction]]:
         """The values of each layer where the first stage has so many of them."""

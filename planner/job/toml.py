@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -145,6 +146,23 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
             lines += ["", *(f"# {line}" for line in comments.get(name, ())), f"[{name}]"]
             lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def table_comments(text: str) -> dict[str, list[str]]:
+    """The lines of a job file that are only comments, by the table that they are above or in, as `job_text` takes them.
+    """
+    found: dict[str, list[str]] = {"": []}
+    table, above = "", list[str]()
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("#"):
+            above.append(line[1:].removeprefix(" "))
+            continue
+        if header := re.match(r"\[+\s*([A-Za-z0-9_-]+)", line):
+            table = header[1]
+        found.setdefault(table, []).extend(above)
+        above = []
+    found[table] += above
+    return found
 
 
 def rounded(seconds: Sequence[float], longest: float | None = None) -> list[float]:

@@ -167,3 +167,18 @@ def test_presets_are_completed():
     [preset] = [param for param in load("new").params if param.name == "preset_name"]
     offered = [item.value for item in preset.shell_complete(None, "llama")]
     assert offered == [name for name in preset_names() if name.startswith("llama")] != []
+
+
+def test_a_job_with_the_placement_that_is_found(tmp_path):
+    """The head of a large vocabulary is as long as several layers."""
+    model = [*MODEL, "--json", "--out"]
+    usual = new(*model, tmp_path / "usual.toml")
+    done = new(*model, tmp_path / "job.toml", "--workers-per-node", 2, "--placement", "any", "--steps", 20_000)
+    assert usual.exit_code == done.exit_code == 0, done.output
+    answer, job = json.loads(done.stdout), read_job(tmp_path / "job.toml")
+    assert answer["job"] == (tmp_path / "job.toml").read_text() and "Estimated, not measured" in answer["job"]
+    assert list(job.layers) == answer["placement"]["layers"] * job.chains and len(job.nodes) == 4
+    assert answer["placement"] != {"layers": list(read_job(tmp_path / "usual.toml").layers)}
+    assert done.stderr.count("period") and "placement" not in json.loads(usual.stdout)
+    trace = new(*MODEL, "--placement", "some", "--out", tmp_path / "other.toml")
+    assert trace.exit_code == 2 and "--placement some: expected given or any" in trace.stderr

@@ -133,3 +133,39 @@ def test_interrupting_keeps_what_is_finished(tmp_path):
     assert process.returncode == 130 and "Traceback" not in stderr
     assert "finished entries are kept in table: the same command goes on from there" in stderr.replace("\n", " ")
     assert list(tmp_path.glob("table/parts/*.gz")) and not list(tmp_path.glob("table/index.json"))
+
+
+UNLIKE = JOB.replace("forward = 1\n", "forward = [2, 5]\n", 1) + (
+    "[placement]\nlayers = 2\n[layers]\n" + "".join(f"{key} = {values}\n" for key, values in (
+        ("forward", [1, 1, 1, 4]), ("backward_input", [0.5] * 4), ("backward_weight", [0.5] * 4))))
+
+
+def test_a_table_for_the_placement_that_is_found(tmp_path):
+    job, best, out = tmp_path / "job.toml", tmp_path / "best.toml", tmp_path / "table"
+    job.write_text("# Measured on Monday.\n" + UNLIKE)
+    asked = ("table", job, "--max-failures", "1", "--steps", "4000", "--jobs", "1", "--out", out,
+             "--placement", "any", "--job-out", best)
+    refused = slipstream(*asked, "--share", "0/2")
+    assert refused.exit_code == 2 and "find the placement first, with `slipstream plan" in refused.stderr
+    first = slipstream(*asked)
+    assert first.exit_code == 0 and "1 down" in first.stderr, first.stderr
+    assert best.read_text().startswith("# Measured on Monday.\n# Placement found by `--placement any`: ")
+    table = Table.load(out)
+    assert table.job_text() == best.read_bytes()
+    assert table.decoded("count-0").grid.layers_by_stage != (2, 2)
+    again = slipstream(*asked, "--seed", "5")  # which might find another one
+    assert again.exit_code == 2 and "other options" in again.stderr and "has the placement" in again.stderr
+    assert "0 planned now" in slipstream(*asked).stdout
+    job.write_text(UNLIKE.replace("optimizer = 1", "optimizer = 2"))
+    other = slipstream(*asked)
+    assert other.exit_code == 2 and "best.toml: is there already, and is not" in other.stderr
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--placement", "all"], "--placement all: expected given or any"),
+    (["--placement", "any"], "--placement any and --job-out FILE: one needs the other"),
+    (["--job-out", "best.toml"], "--placement any and --job-out FILE: one needs the other"),
+    (["--placement", "any", "--job-out", "best.toml", "--method", "1f1b"], "not with --method 1f1b")])
+def test_options_of_a_search_for_a_placement(job, tmp_path, options, says):
+    done = slipstream("table", job, "--max-failures", "1", "--out", tmp_path / "table", *options)
+    assert done.exit_code == 2 and says in done.stderr and not (tmp_path / "table").exists()

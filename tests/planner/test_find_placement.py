@@ -1,6 +1,7 @@
 """Which pipeline at all: what is found is checked, and no placement is below the bound."""
 
 import itertools
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -203,3 +204,13 @@ def test_a_preset_stays_one():
 def test_one_seed_gives_one_pipeline():
     one, other = (find_placement(uneven(pipelines=2, microbatches=6), QUICK) for _ in range(2))
     assert one.text == other.text and one.plan.schedule == other.plan.schedule
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_job_is_known_with_another_arrangement_and_no_other_job_is(data):
+    layers = MovableLayers(data.draw(texts()))
+    with suppress(JobError):  # no room for the weights
+        other = parse_job(layers.text(data.draw(arrangements(layers.layers, layers.job.stages))))
+        assert layers.is_arranged(other)
+        assert not layers.is_arranged(msgspec.structs.replace(other, pipelines=3, microbatches=(1, 1, 1)))

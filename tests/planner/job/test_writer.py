@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from slipstream.planner.job.toml import job_text, rounded
+from slipstream.planner.job.toml import job_text, rounded, table_comments
 
 
 def test_values_as_toml():
@@ -15,6 +15,23 @@ def test_values_as_toml():
 def test_comments_stand_above_their_tables():
     text = job_text({"pipelines": 2, "time": {"forward": 1.5}}, {"": ["about"], "time": ["Seconds."]})
     assert text == "# about\npipelines = 2\n\n# Seconds.\n[time]\nforward = 1.5\n"
+
+
+def test_comments_are_read_back_with_their_tables():
+    text = """# about
+
+# two pipelines
+pipelines = 2
+# Seconds.
+[time]
+forward = 1.5  # not by itself on its line
+  # of one
+[time.slow]
+"1.1" = 2
+# the end"""
+    assert table_comments(text) == {"": ["about", "two pipelines"], "time": ["Seconds.", "of one", "the end"]}
+    comments = {"": ["about"], "time": ["Seconds."]}
+    assert table_comments(job_text({"pipelines": 2, "time": {"forward": 1.5}}, comments)) == comments
 
 
 @pytest.mark.parametrize(("seconds", "longest", "expected"), [
