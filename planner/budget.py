@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -176,6 +177,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     tally: Tally = msgspec.field(default_factory=Tally)
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Set from outside: the search then ends with the best plan so far."""
+    solved: list[Any] | None = None
+    """What searches before this one have found (`search.incumbent.Solved`), from which this one begins where its pieces
+    are the same, and to which it adds; None: nothing is kept."""
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":

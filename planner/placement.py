@@ -11,22 +11,22 @@ work of the others:
 3. the best of these, and the job's own, by the whole search (successive halving);
 4. where failures are to count, each of the finalists is planned with 1, 2 ... K roles vacant (`planner.normalise`), and
    the one with the most throughput in the mean is taken;
-5. the rest of the time plans the whole job.
+5. the rest of the time plans the whole job, from the best order of 3. on.
 
 What cannot be better than the best known by the work of its busiest worker is not looked at.
 """
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 import msgspec
 
 from slipstream.planner.budget import Budget, Clock, ProgressCallback, quiet
 from slipstream.planner.compiled import ready
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.divisions import StageLoads, changed, placements
 from slipstream.planner.job.file import Job, JobError, parse_job
 from slipstream.planner.job.layers import ratio
 from slipstream.planner.model.assemble import claiming
@@ -44,11 +44,10 @@ from slipstream.planner.recompute import (
 )
 from slipstream.planner.repetition import TooLargeError
 from slipstream.planner.search.improvement import list_schedules
-from slipstream.planner.search.incumbent import divided
+from slipstream.planner.search.incumbent import Solved, divided
 from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
 
-MOST_CHUNKS = 6
 COMPARED_OPS = 6_000
 """Ops of the one pipeline that placements are compared by, at most."""
 SEEDS, FINALISTS = 6, 3
@@ -165,103 +164,6 @@ def _claimed(schedule: Schedule, layers: MovableLayers, options: PlanOptions) ->
     return claiming(msgspec.structs.replace(schedule, times=times), bound, below.tick_seconds)
 
 
-# --- Placements, and divisions of the layers --------------------------------------------------------------------------
-
-
-def placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Those of the literature, as (order, virtual stages a worker)."""
-    yield "linear", 1
-    for chunks in range(2, min(MOST_CHUNKS, layers // stages) + 1):
-        yield "interleaved", chunks
-        if stages > 1:
-            yield "v", chunks
-    if stages > 1 and not stages % 2:
-        yield "bidirectional", 1
-
-
-class StageLoads:
-    """What the workers of a pipeline have to do for a micro-batch, in seconds, by placement and division."""
-
-    def __init__(self, layers: MovableLayers) -> None:
-        self._stages = layers.job.stages
-        self.before = [0.0]
-        for layer in range(layers.layers):
-            self.before.append(self.before[-1] + float(layers.work(layer)))
-        self.count = layers.layers
-
-    def columns(self, arrangement: Arrangement) -> list[float]:
-        """The mean of each column's worker for a micro-batch."""
-        found = [0.0] * self._stages
-        for (first, end), column in zip(pairwise([0, *arrangement.ends]), arrangement.columns(self._stages),
-                                        strict=True):
-            work = self.before[end] - self.before[first]
-            found[column] += work / arrangement.chains
-            if arrangement.chains > 1:
-                found[self._stages - 1 - column] += work / 2
-        return found
-
-    def rank(self, arrangement: Arrangement) -> tuple[float, float]:
-        """The less the better: the busiest worker, then how uneven the virtual stages are."""
-        edges = [0, *arrangement.ends]
-        columns = self.columns(arrangement)
-        return max(columns), sum(load * load for load in columns) + sum(
-            (self.before[end] - self.before[first]) ** 2 for first, end in pairwise(edges))
-
-    def balanced(self, order: str, chunks: int) -> Arrangement:
-        """The division of a placement in which the busiest worker has least to do, as far as moves of one layer tell.
-        """
-        virtual = self._stages * chunks
-        total, ends = self.before[-1], [0]
-        for stage in range(1, virtual):
-            low, high = ends[-1] + 1, self.count - virtual + stage
-            ends.append(min(range(low, high + 1), key=lambda end: abs(self.before[end] - total * stage / virtual)))
-        edges = [*ends, self.count]
-        best = Arrangement(order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges)))
-        for _ in range(8 * virtual):
-            better = min((self.rank(one), one.counts, one) for one in [best, *neighbours(best)])
-            if better[2] is best or better[0] >= self.rank(best):
-                break
-            best = better[2]
-        return best
-
-
-def neighbours(arrangement: Arrangement) -> Iterator[Arrangement]:
-    """With one layer more in a virtual stage, and one less in the next one or the one before, or further away."""
-    counts = arrangement.counts
-    for stage, count in enumerate(counts):
-        for other in range(max(0, stage - 4), min(len(counts), stage + 5)):
-            if other != stage and count > 1:
-                changed = list(counts)
-                changed[stage], changed[other] = count - 1, changed[other] + 1
-                yield msgspec.structs.replace(arrangement, counts=tuple(changed))
-
-
-def _changed(arrangement: Arrangement, stages: int, loads: StageLoads, chance: random.Random) -> Arrangement | None:
-    """At random, by one or two steps: a layer in another virtual stage, or two virtual stages on each other's workers.
-    """
-    for _ in range(chance.choice((1, 1, 2))):
-        if arrangement.chunks > 1 and chance.random() < 0.15:
-            columns = list(arrangement.columns(stages))
-            one, other = chance.sample(range(len(columns)), 2)
-            columns[one], columns[other] = columns[other], columns[one]
-            arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
-            continue
-        counts = list(arrangement.counts)
-        giving = [stage for stage, count in enumerate(counts) if count > 1]
-        if not giving or len(counts) < 2:
-            return None
-        busy = loads.columns(arrangement)
-        columns = list(arrangement.columns(stages))
-        stage = max(chance.sample(giving, min(2, len(giving))), key=lambda place: busy[columns[place]]) \
-            if chance.random() < 0.5 else chance.choice(giving)
-        other = chance.choice([place for place in range(max(0, stage - 2), min(len(counts), stage + 3))
-                               if place != stage])
-        counts[stage] -= 1
-        counts[other] += 1
-        arrangement = msgspec.structs.replace(arrangement, counts=tuple(counts))
-    return arrangement
-
-
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +178,7 @@ class _Search:
         self._failures = failures
         self._deadline = clock.now() + options.seconds
         self._tried: dict[Arrangement, Tried | None] = {}
+        self._solved: list[Solved] = []
         self._again, self._shortest = chooses_recomputation(layers.job), math.inf
 
     def found(self) -> FoundPlacement:
@@ -328,13 +231,13 @@ class _Search:
     def _walk(self, at: Tried, budget: Budget, chance: random.Random) -> Tried:
         vain = 0
         while budget.seconds > 0 and vain < 200:
-            changed = _changed(at.arrangement, self._layers.job.stages, self._loads, chance)
+            other = changed(at.arrangement, self._layers.job.stages, self._loads, chance)
             vain += 1
-            if changed is None:
+            if other is None:
                 break
-            if changed in self._tried:
+            if other in self._tried:
                 continue
-            one = self._try(changed, at.period)
+            one = self._try(other, at.period)
             if one is not None and one.period <= at.period:
                 vain = 0 if one.period < at.period else vain
                 at = one
@@ -389,7 +292,7 @@ class _Search:
             seconds = max(0.01, budget.seconds / (len(some) - number))
             with suppress(NoPlanError, TooLargeError):
                 job = _one_pipeline(recomputing(one.job, one.again), max(one.job.microbatches))
-                made = plan_only(self._options.within(seconds), job, (), self._clock)
+                made = plan_only(self._options.within(seconds), job, (), self._clock, self._solved)
                 found.append(msgspec.structs.replace(one, period=made.period))
                 self._progress(f"{one.arrangement.words}: period {made.period:g} s")
         return found or list(some)
@@ -420,7 +323,7 @@ class _Search:
         if self._again:
             again = choose_recomputation(job, self._options.within(left), self._clock)
             job = again.job
-        plan = plan_only(self._options.within(max(0.01, self._seconds)), job, (), self._clock)
+        plan = plan_only(self._options.within(max(0.01, self._seconds)), job, (), self._clock, self._solved)
         schedule = _claimed(plan.schedule, MovableLayers(text), self._options)
         plan = msgspec.structs.replace(plan, schedule=schedule)
         final = msgspec.structs.replace(best, period=plan.period)

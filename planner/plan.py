@@ -43,7 +43,7 @@ from slipstream.planner.overlapped import beside_compute, bounding_problem, over
 from slipstream.planner.params import OverlapParams
 from slipstream.planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from slipstream.planner.search.engine import Method, solve
-from slipstream.planner.search.incumbent import Incumbent, Proposals, divided
+from slipstream.planner.search.incumbent import Incumbent, Proposals, Solved, divided
 from slipstream.planner.search.list_scheduler import BASELINES
 from slipstream.schedules.check import check
 from slipstream.schedules.layers import layers_in
@@ -277,8 +277,10 @@ def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
     return FaultFree(period=period, bound=bound)
 
 
-def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None) -> Plan:
-    """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of.
+def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,
+              solved: list[Solved] | None = None) -> Plan:
+    """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of; `solved`:
+    what that search keeps from plan to plan.
 
     Raises NoPlanError.
     """
@@ -286,7 +288,8 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: C
     clock = clock or options.clock()
     began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
+        budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop,
+                        solved=solved)
         found = _answer(options, job, failed, budget, Speed(options.seconds, clock, options.params.blocks))
         return msgspec.structs.replace(found, solve_seconds=clock.now() - began, interrupted=stop.is_set(),
                                        tally=budget.tally)

@@ -21,11 +21,12 @@ from slipstream.cli.pipelines.measured_layers import ESTIMATED_ON, KEYS, MODELS,
 from slipstream.cli.pipelines.published_orders import Orders, StageCosts
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.job.arrangement import Arrangement, MovableLayers
+from slipstream.planner.job.divisions import StageLoads
 from slipstream.planner.job.estimate import BYTES_HELD
 from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.model.problem import NoPlanError
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.placement import FoundPlacement, StageLoads, find_placement
+from slipstream.planner.placement import FoundPlacement, find_placement
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import OptimizerMode, Worker
 

@@ -7,6 +7,7 @@
     model_config      the layers of a model by its config.json
     estimate          stage times and memory from a model's layers and a GPU's data sheet
     arrangement       the same layers in other virtual stages, as another job file
+    divisions         placements of the literature, and which division of the layers promises most in each
     profiler_trace    stage times from Chrome traces
     presets/          job files to start from
 """

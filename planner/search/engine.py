@@ -20,7 +20,7 @@ from slipstream.planner.model.decompose import decompose, undivided
 from slipstream.planner.model.problem import NoPlanError, Problem
 from slipstream.planner.params import DEFAULTS, SearchParams
 from slipstream.planner.search.improvement import anneal, evidence, improve, list_schedules, provable
-from slipstream.planner.search.incumbent import Incumbent, Proposals, divided, ordered
+from slipstream.planner.search.incumbent import Incumbent, Proposals, Solved, divided, ordered, with_solved
 from slipstream.planner.search.list_scheduler import BASELINES, StuckError
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
@@ -80,6 +80,8 @@ class _Engine:
             self._restart(budget)
             self._anneal(budget)
         best = self._best
+        if budget.solved is not None:
+            budget.solved.extend(map(Solved, (piece.problem for piece in best.pieces), best.solutions, best.periods))
         fixed = min((known.seconds for known in self._found if not known.moved), default=None)
         return msgspec.structs.replace(
             best, evidence=evidence(best, budget.clock, budget.clock.now() - self._began),
@@ -103,7 +105,8 @@ class _Engine:
         """A few list schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             steps = 0 if self._several and not self._greedy else self._params.lists.most_steps
-            self._found.append(list_schedules(known, budget, self._params.lists, steps))
+            found = list_schedules(known, budget, self._params.lists, steps)
+            self._found.append(with_solved(found, budget.solved or ()))
 
     def _add_layouts(self, budget: Budget) -> None:
         proposals, params = self._proposals, self._layouts

@@ -103,6 +103,23 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                                        method=method or self.ran, bound=self.bound, deadlines=self.deadlines)
 
 
+class Solved(msgspec.Struct, frozen=True, eq=False):
+    """A piece and its best solution, of a search that is over."""
+
+    problem: Problem
+    solution: Solution
+    period: int
+
+
+def with_solved(known: Incumbent, solved: Sequence[Solved]) -> Incumbent:
+    """The candidate with what is known of its pieces, where that is shorter."""
+    for index, piece in enumerate(known.pieces):
+        for one in solved:
+            if one.period < known.periods[index] and one.problem == piece.problem:
+                known = known.with_piece(index, one.solution, one.period)
+    return known
+
+
 def divided(problem: Problem, bound: Bound | None = None, *, shedding: bool = True, moved: int = 0,
             params: PieceParams = DEFAULTS.pieces) -> Incumbent:
     """The pieces, with a bound; by default, the strongest that is proven. `moved`: see `Incumbent`.

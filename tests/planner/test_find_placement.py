@@ -1,6 +1,7 @@
 """Which pipeline at all: what is found is checked, and no placement is below the bound."""
 
 import itertools
+import random
 from contextlib import suppress
 
 import msgspec
@@ -214,3 +215,14 @@ def test_a_job_is_known_with_another_arrangement_and_no_other_job_is(data):
         other = parse_job(layers.text(data.draw(arrangements(layers.layers, layers.job.stages))))
         assert layers.is_arranged(other)
         assert not layers.is_arranged(msgspec.structs.replace(other, pipelines=3, microbatches=(1, 1, 1)))
+
+
+def test_the_plan_is_no_longer_than_what_the_finalists_showed():
+    """The last search begins with the best order of those before it."""
+    draw = random.Random(3)
+    text = uneven(stages=4, layers=[draw.randint(10, 60) for _ in range(18)], microbatches=24, capacity=11,
+                  pipelines=3)
+    lines = []
+    found = find_placement(text, PlanOptions(steps=120_000, seed=3), progress=lines.append)
+    periods = [float(line.split()[-2]) for line in lines if ": period " in line and "bound" not in line]
+    assert len(periods) > 2 and found.plan.period <= min(periods) * (1 + 1e-5)
