@@ -50,8 +50,8 @@ from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require
 from benchmarks.chaos_scenario import CHECKPOINT_EVERY, ChaosScenario, resilience, settings, watching_closely
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.device import choose_device
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import RunOptions, run

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.jobs import uniform_job
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator import checkpoint_timer
+from slipstream.runtime.coordinator.decisions import checkpoint_timer
 from slipstream.runtime.launch import Resilience, RunResult, run
 from slipstream.runtime.processes.fork_server import ForkServer
 

@@ -22,7 +22,7 @@ from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.plan import plan_job
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.launch import RunOptions, run
 
 MOST = 1 / 1000

@@ -27,7 +27,7 @@ from slipstream.planner.job.file import Job, parse_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.events import Event, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer

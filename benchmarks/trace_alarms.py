@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.planner.job.straggler_trace import StragglerTrace, read_straggler_trace
-from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector, SpeedChange
+from slipstream.runtime.coordinator.decisions.slow_detector import CellTime, SlowDetector, SpeedChange
 from slipstream.schedules.schedule import OpKind, Worker
 
 MOST_ITERATIONS = 5

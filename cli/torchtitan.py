@@ -34,7 +34,7 @@ from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import DEFAULTS
 from slipstream.planner.plan import plan_with
 from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.events import Metrics
 from slipstream.runtime.launch import run

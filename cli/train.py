@@ -81,9 +81,8 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import LAYERS, PlanOptions
 from slipstream.planner.recompute import chooses_recomputation
 from slipstream.runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
-from slipstream.runtime.coordinator.settling import Settling
-from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from slipstream.runtime.coordinator.tensorboard import require_package
+from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.records.tensorboard import require_package
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.node_agent import NodeJob, join
 from slipstream.runtime.processes.faults import FAULTS_PER_HOUR
@@ -94,6 +93,7 @@ from slipstream.runtime.processes.stop_signals import GRACE_SECONDS
 from slipstream.runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
 from slipstream.runtime.run_folder import left_behind
+from slipstream.runtime.run_options import STALL_TIMEOUT_SECONDS
 from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Schedule, Worker
 from slipstream.schedules.tables.table import Table

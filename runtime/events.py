@@ -1,8 +1,8 @@
 """Events of a run: what `events.jsonl` holds, one JSON object a line, as docs/formats.md describes it.
 
 One struct a kind; its name in the file is the class's with underscores (`OrderGiven`: `order_given`). Whoever tells of
-an event fills in the fields of its kind; `runtime.coordinator.run_log` fills in those that all have. Importing this
-needs no torch.
+an event fills in the fields of its kind; `runtime.coordinator.records.run_log` fills in those that all have.
+Importing this needs no torch.
 """
 
 import re
@@ -268,6 +268,11 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode = msgspec.json.Encoder().encode
+Observer = Callable[[Event], None]
+"""Called with each event, on the coordinator's thread."""
+IterationObserver = Callable[[Metrics], None]
+"""Called with what dashboards show of each iteration, on the same thread."""
+
 decode: Callable[[bytes], Kind] = msgspec.json.Decoder(Kind).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode
 decode_iteration: Callable[[bytes], Iteration] = msgspec.json.Decoder(Iteration).decode

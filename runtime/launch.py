@@ -20,13 +20,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from slipstream.runtime.config import ConfigError, RunConfig
-from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.journal import NO_JOURNAL, read_journal
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
-from slipstream.runtime.coordinator.metrics import IterationMetrics, recoveries_in
+from slipstream.runtime.coordinator.records.metrics import IterationMetrics, recoveries_in
+from slipstream.runtime.coordinator.records.run_log import Progress, RunLog, read_losses
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_log import Progress, RunLog, read_losses
-from slipstream.runtime.coordinator.writer import WriterThread
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, first_line
 from slipstream.runtime.errors import RunError as RunError

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.metrics import IterationWork
+from slipstream.runtime.coordinator.records.metrics import IterationWork
 from slipstream.runtime.device import choose_device, gpu_count
 from slipstream.runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint

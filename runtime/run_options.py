@@ -4,13 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler
-from slipstream.runtime.coordinator.questions import SchedulerAtSpeeds
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.run_log import IterationObserver, Observer
-from slipstream.runtime.coordinator.settling import Settling
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from slipstream.runtime.coordinator.decisions.questions import SchedulerAtSpeeds
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler
+from slipstream.runtime.events import IterationObserver, Observer
 from slipstream.runtime.model.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.processes.launchers import ALONE, LocalProcess
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
@@ -22,6 +21,8 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, VERIFY_EVERY
 from slipstream.schedules.schedule import Worker
 
+STALL_TIMEOUT_SECONDS = 300.0
+"""One op takes seconds."""
 Notify = Callable[[Recovery | SpeedEvent | str], None]
 """Called with a recovery, with what was done about slow workers, or with something that went wrong and was survived;
 `str` of it is one line for people."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from slipstream.runtime.coordinator.checkpoint_timer import CheckpointCost
+from slipstream.runtime.coordinator.decisions.checkpoint_timer import CheckpointCost
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
 from slipstream.runtime.model.state.digest import combined_digest
 from slipstream.schedules.measured_trace import MeasuredTrace
 from slipstream.schedules.schedule import Schedule

@@ -25,7 +25,7 @@ from slipstream.planner.job.toml import job_text
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.config import RunConfig, TrainingConfig, parse_run_config
-from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.events import Event, FetchBegun, HandedOver, OrderGiven, Resumed, SettlingChosen
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.layers.layered_model import split_layers

@@ -33,7 +33,7 @@ from benchmarks.scale.fakes import Fake, FakeAgent, FakeWorker
 from benchmarks.scale.node_0 import Marks, NoProcesses, leading
 from benchmarks.scale.shapes import first_schedule, job_of, shares_of
 from slipstream.runtime.coordinator import event_loop
-from slipstream.runtime.coordinator.background import tried
+from slipstream.runtime.coordinator.planning.background import tried
 from slipstream.runtime.events import LOSSES
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.stop_signals import StopSignals

@@ -24,12 +24,12 @@ from benchmarks.scale.shapes import ELEMENTS, LAYERS_A_STAGE, SECRET, first_sche
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import ModelConfig, RunConfig
 from slipstream.runtime.coordinator import event_loop
-from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
-from slipstream.runtime.coordinator.metrics import IterationMetrics, IterationWork
-from slipstream.runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
+from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler, SchedulerAtSpeeds
+from slipstream.runtime.coordinator.records.metrics import IterationMetrics, IterationWork
+from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_log import RunLog, read_losses
 from slipstream.runtime.events import Event
 from slipstream.runtime.failure_domains import find_domains
 from slipstream.runtime.processes.process_manager import NodeProcesses, ProcessManager

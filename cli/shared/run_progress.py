@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from slipstream.cli.shared.console import err
 from slipstream.cli.shared.run_summary import clock
-from slipstream.runtime.coordinator.writer import WriterThread
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
 from slipstream.runtime.events import (
     Event,
     FetchAbandoned,

@@ -1,7 +1,8 @@
 """Started again: the process that leads a run, where a signal has ended it that nobody meant, as for want of memory.
 
 `slipstream train` on node 0 is two processes: one that leads the run, and its parent, which does nothing but wait for
-it. What has been killed leaves its workers alive, and the next one goes on with them (`runtime.coordinator.take_over`).
+it. What has been killed leaves its workers alive, and the next one goes on with them
+(`runtime.coordinator.decisions.failover`).
 """
 
 import os

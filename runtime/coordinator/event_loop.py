@@ -13,25 +13,20 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.ahead import AheadOfFailures
-from slipstream.runtime.coordinator.background import FEW, background_for, in_thread
-from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError, Committed
-from slipstream.runtime.coordinator.effects import GiveUp, Send
-from slipstream.runtime.coordinator.news import TELL_SECONDS, News, who_is_awaited
-from slipstream.runtime.coordinator.node_agents import NodeAgents
-from slipstream.runtime.coordinator.planning import Finders, ScheduleService
-from slipstream.runtime.coordinator.plausible import Bounds, printable
-from slipstream.runtime.coordinator.questions import Question
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_log import RunLog
-from slipstream.runtime.coordinator.run_state import Gathering, Left, RunState, Training, begun
-from slipstream.runtime.coordinator.server import Connection, Server, serve
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.speed_planning import SpeedQuestion
-from slipstream.runtime.coordinator.stall_watch import StallWatch
-from slipstream.runtime.coordinator.take_over import Found, Rejoining
-from slipstream.runtime.coordinator.transition import (
+from slipstream.runtime.coordinator.connections.message_validation import Bounds, printable
+from slipstream.runtime.coordinator.connections.node_agents import NodeAgents
+from slipstream.runtime.coordinator.connections.server import Connection, Server, serve
+from slipstream.runtime.coordinator.connections.stall_watch import StallWatch
+from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, Committed
+from slipstream.runtime.coordinator.decisions.effects import GiveUp, Send
+from slipstream.runtime.coordinator.decisions.failover import Found, Rejoining
+from slipstream.runtime.coordinator.decisions.questions import Question
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.run_state import Gathering, Left, RunState, Training, begun
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion
+from slipstream.runtime.coordinator.decisions.transition import (
     Disconnected,
     Event,
     Hurry,
@@ -43,8 +38,13 @@ from slipstream.runtime.coordinator.transition import (
     held,
     transition,
 )
-from slipstream.runtime.coordinator.worker_connections import WorkerConnections
-from slipstream.runtime.coordinator.writer import WriterThread
+from slipstream.runtime.coordinator.planning.background import FEW, background_for, in_thread
+from slipstream.runtime.coordinator.planning.precomputed_plans import AheadOfFailures
+from slipstream.runtime.coordinator.planning.schedule_finder import Finders, ScheduleService
+from slipstream.runtime.coordinator.records.progress_lines import TELL_SECONDS, News, who_is_awaited
+from slipstream.runtime.coordinator.records.run_log import RunLog
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
+from slipstream.runtime.coordinator.run import Run
 from slipstream.runtime.errors import CoordinatorFailedError, NobodyLeftError, RunError, first_line
 from slipstream.runtime.events import Event as RunEvent
 from slipstream.runtime.events import Finished as RunFinished

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.journal import NO_JOURNAL, Journal
-from slipstream.runtime.coordinator.part_moves import Partition
-from slipstream.runtime.coordinator.planning import Prepared
-from slipstream.runtime.coordinator.run_state import Rules
-from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.take_over import Rejoining
+from slipstream.runtime.coordinator.decisions.failover import Rejoining
+from slipstream.runtime.coordinator.decisions.journal import NO_JOURNAL, Journal
+from slipstream.runtime.coordinator.decisions.part_moves import Partition
+from slipstream.runtime.coordinator.decisions.questions import Prepared
+from slipstream.runtime.coordinator.decisions.run_state import Rules
+from slipstream.runtime.coordinator.decisions.settling import Cost
 from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.protocol.authentication import Secret

@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.run_log import RunLog, digest_of
+from slipstream.runtime.coordinator.decisions.orders import digest_of
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
     CheckpointWritten,
     Failed,

@@ -16,7 +16,7 @@ from slipstream.cli.shared.rehearsals import read_rehearsals
 from slipstream.planner.job.file import parse_job, read_job
 from slipstream.planner.job.presets import preset
 from slipstream.runtime import launch
-from slipstream.runtime.coordinator.run_log import read_losses
+from slipstream.runtime.coordinator.records.run_log import read_losses
 from slipstream.runtime.protocol.authentication import VARIABLE
 from slipstream.runtime.protocol.rendezvous import host_store
 from slipstream.schedules import codec

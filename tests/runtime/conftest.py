@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.runtime.coordinator import event_loop
-from slipstream.runtime.coordinator.background import in_thread
+from slipstream.runtime.coordinator.planning.background import in_thread
 from slipstream.runtime.processes.fork_server import ForkServer
 from tests.runtime.forked import own_fork_server
 

@@ -13,9 +13,9 @@ from slipstream.planner.job.file import Job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.runtime.config import RunConfig
-from slipstream.runtime.coordinator.planning import Scheduler
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.events import Event
 from slipstream.runtime.launch import Resilience, RunOptions, RunResult, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest, load

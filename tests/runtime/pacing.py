@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.recovery import Recovery
-from slipstream.runtime.coordinator.run_log import RunLog
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import Event, FetchBegun
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.runtime import launch
-from slipstream.runtime.coordinator import transition
+from slipstream.runtime.coordinator.decisions import transition
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import run
 from slipstream.schedules.schedule import Worker

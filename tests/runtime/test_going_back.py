@@ -5,7 +5,7 @@ import time
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import CheckpointWritten
 from slipstream.runtime.launch import Resilience, RunOptions, run

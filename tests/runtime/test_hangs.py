@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from slipstream.runtime.coordinator import stall_watch
+from slipstream.runtime.coordinator.connections import stall_watch
 from slipstream.runtime.events import Event, Failed
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.layers.gpt import GPT

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator import transition
-from slipstream.runtime.coordinator.recovery import Recovery
+from slipstream.runtime.coordinator.decisions import transition
+from slipstream.runtime.coordinator.decisions.recovery_clock import Recovery
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.stop_signals import RunStopped

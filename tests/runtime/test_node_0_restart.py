@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, Committed
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.node_agent import join
 from slipstream.runtime.processes.process_manager import Return
@@ -47,7 +47,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers for a moment, and
     begins anew where there are none.
     """
-    from slipstream.runtime.coordinator import take_over
+    from slipstream.runtime.coordinator.decisions import failover
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
@@ -78,7 +78,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
     entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]
     if place == "anew":
-        take_over.FIND_SECONDS = 3.0
+        failover.FIND_SECONDS = 3.0
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":

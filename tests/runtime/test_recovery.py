@@ -11,7 +11,7 @@ import pytest
 from slipstream.planner.failures import FailurePlanner
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
-from slipstream.runtime.coordinator.planning import NoScheduleError
+from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import latest

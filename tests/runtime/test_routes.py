@@ -14,7 +14,7 @@ from slipstream.planner.model.problem import LayoutScope
 from slipstream.planner.options import Layers
 from slipstream.planner.search.engine import solve
 from slipstream.runtime.config import RunConfig, parse_run_config
-from slipstream.runtime.coordinator.planning import Scheduler
+from slipstream.runtime.coordinator.planning.schedule_finder import Scheduler
 from slipstream.runtime.launch import run
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker

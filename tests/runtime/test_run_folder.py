@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator import checkpoint_timer
-from slipstream.runtime.coordinator.run_log import RunLog
+from slipstream.runtime.coordinator.decisions import checkpoint_timer
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.launch import Resilience, RunOptions, run
 from slipstream.runtime.model.checkpoints.checkpoint import KEEP, latest, load, open_checkpoint, save
 from slipstream.runtime.model.checkpoints.parameters import save_layer
@@ -143,7 +143,7 @@ def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path
     """Half a line that a kill has left is dropped, and no line before it."""
     (tmp_path / "losses.jsonl").write_text('{"iteration": 0, "loss": 5.0}\n{"iteration": 1, "loss": 4.0}\n{"itera')
     script = ("import os, sys; from pathlib import Path\n"
-              "from slipstream.runtime.coordinator.run_log import RunLog\n"
+              "from slipstream.runtime.coordinator.records.run_log import RunLog\n"
               f"RunLog(Path({str(tmp_path)!r}), 2); os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
     assert committed(tmp_path) == [0, 1]

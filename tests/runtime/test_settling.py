@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.runtime.coordinator.settling import Settling
+from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.launch import RunOptions, run
 from slipstream.runtime.processes.process_manager import Return

@@ -17,9 +17,9 @@ import torch
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator import slow_detector, slow_workers
-from slipstream.runtime.coordinator.settling import Settling
-from slipstream.runtime.coordinator.slow_detector import SlowDetector
+from slipstream.runtime.coordinator.decisions import slow_detector, slow_workers
+from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.decisions.slow_detector import SlowDetector
 from slipstream.runtime.events import (
     Failed,
     HandedOver,

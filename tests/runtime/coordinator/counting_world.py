@@ -4,16 +4,21 @@ import functools
 import math
 import random
 
-from slipstream.runtime.coordinator.commit_log import CommitLog, Committed
-from slipstream.runtime.coordinator.effects import GiveUp, Send
-from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService, without_idle
-from slipstream.runtime.coordinator.questions import Question, ScheduleFound
-from slipstream.runtime.coordinator.rank_reports import RankReports
-from slipstream.runtime.coordinator.run_log import RunLog, read_losses
-from slipstream.runtime.coordinator.run_state import Rules, begun
-from slipstream.runtime.coordinator.take_over import Found, Rejoining
-from slipstream.runtime.coordinator.transition import Look, Lost, transition
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.connections.rank_reports import RankReports
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, Committed
+from slipstream.runtime.coordinator.decisions.effects import GiveUp, Send
+from slipstream.runtime.coordinator.decisions.failover import Found, Rejoining
+from slipstream.runtime.coordinator.decisions.questions import Question, ScheduleFound
+from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
+from slipstream.runtime.coordinator.decisions.transition import Look, Lost, transition
+from slipstream.runtime.coordinator.planning.schedule_finder import (
+    Finders,
+    NoScheduleError,
+    ScheduleService,
+    without_idle,
+)
+from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
+from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import WentBack
 from slipstream.runtime.protocol.to_coordinator import Finished, Leaving, Ready, Saved
 from slipstream.runtime.protocol.to_worker import EndOrder

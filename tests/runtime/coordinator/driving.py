@@ -1,6 +1,6 @@
 """What tests drive transitions with."""
 
-from slipstream.runtime.coordinator.planning import Prepared
+from slipstream.runtime.coordinator.decisions.questions import Prepared
 from slipstream.schedules.codec import encode
 from slipstream.schedules.parts import divide
 

@@ -1,6 +1,6 @@
 """What workers hold that keep whole layers, each of one element."""
 
-from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.decisions.part_moves import Partition
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.protocol.to_coordinator import Kept
 from slipstream.runtime.protocol.to_worker import Move

@@ -4,10 +4,10 @@ import asyncio
 import os
 import time
 
-from slipstream.runtime.coordinator.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.event_loop import EventLoop
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.run_log import RunLog
 from slipstream.runtime.model.state.parts import Elements
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol import to_worker

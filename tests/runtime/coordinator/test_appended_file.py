@@ -3,9 +3,9 @@
 import errno
 from io import FileIO
 
-from slipstream.runtime.coordinator import appended_file
-from slipstream.runtime.coordinator.run_log import RunLog, read_losses
-from slipstream.runtime.coordinator.writer import Writer
+from slipstream.runtime.coordinator.records import appended_file
+from slipstream.runtime.coordinator.records.run_log import RunLog, read_losses
+from slipstream.runtime.coordinator.records.writer_thread import Writer
 from slipstream.runtime.events import EVENTS, Noted, decode
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.coordinator import background
-from slipstream.runtime.coordinator.background import DiedError, in_process, in_thread
+from slipstream.runtime.coordinator.planning import background
+from slipstream.runtime.coordinator.planning.background import DiedError, in_process, in_thread
 from slipstream.runtime.errors import RunError
 from slipstream.schedules.schedule import NoScheduleError
 from tests.jobs import grid

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scale import chaos, virtual
-from slipstream.runtime.coordinator.take_over import Rejoining
-from slipstream.runtime.coordinator.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
+from slipstream.runtime.coordinator.decisions.failover import Rejoining
 
 WORKERS, FAULTS = 64, 25
 

@@ -1,6 +1,6 @@
 """When the run itself chooses when to save: not before the last checkpoint has paid for itself."""
 
-from slipstream.runtime.coordinator.checkpoint_timer import LEAST_SECONDS, SHARE, CheckpointTimer
+from slipstream.runtime.coordinator.decisions.checkpoint_timer import LEAST_SECONDS, SHARE, CheckpointTimer
 
 DUE = 1000.0 + LEAST_SECONDS + 1
 

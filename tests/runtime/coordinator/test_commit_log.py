@@ -2,8 +2,8 @@ from itertools import permutations
 
 import pytest
 
-from slipstream.runtime.coordinator import commit_log
-from slipstream.runtime.coordinator.commit_log import CommitLog, CommitLogError
+from slipstream.runtime.coordinator.decisions import commit_log
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError
 from slipstream.runtime.protocol.to_coordinator import Finished, Ran
 from slipstream.runtime.protocol.to_worker import Factor
 from tests.jobs import grid

@@ -1,4 +1,4 @@
-from slipstream.runtime.coordinator.news import TOLD, who_is_awaited
+from slipstream.runtime.coordinator.records.progress_lines import TOLD, who_is_awaited
 from slipstream.schedules.schedule import Worker
 
 WORKERS = [Worker(pipeline, 0) for pipeline in range(4)]

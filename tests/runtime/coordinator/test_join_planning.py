@@ -1,7 +1,7 @@
 """What the events of a fetch say, and that nothing else is counted."""
 
-from slipstream.runtime.coordinator.effects import Effects, Send
-from slipstream.runtime.coordinator.join_planning import Join, Joins
+from slipstream.runtime.coordinator.decisions.effects import Effects, Send
+from slipstream.runtime.coordinator.decisions.join_planning import Join, Joins
 from slipstream.runtime.events import FetchBegun, FetchProgressed
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

@@ -4,15 +4,15 @@ import time
 
 import pytest
 
-from slipstream.runtime.coordinator import run_log
-from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.journal import NO_JOURNAL, read_journal
-from slipstream.runtime.coordinator.questions import Question
-from slipstream.runtime.coordinator.run_log import RunLog
-from slipstream.runtime.coordinator.run_state import Rules, begun
-from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.take_over import Rejoining
-from slipstream.runtime.coordinator.transition import Look, transition
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.failover import Rejoining
+from slipstream.runtime.coordinator.decisions.journal import NO_JOURNAL, read_journal
+from slipstream.runtime.coordinator.decisions.questions import Question
+from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
+from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.transition import Look, transition
+from slipstream.runtime.coordinator.records import run_log
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
     CheckpointWritten,
     Failed,

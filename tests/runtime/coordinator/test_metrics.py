@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slipstream.cli.shared.device_peak import peak_of
 from slipstream.runtime.config import ConfigError, TrainingConfig, parse_run_config
-from slipstream.runtime.coordinator import run_log, tensorboard
-from slipstream.runtime.coordinator.metrics import IterationMetrics, IterationWork, recoveries_in
-from slipstream.runtime.coordinator.run_log import RunLog
+from slipstream.runtime.coordinator.records import run_log, tensorboard
+from slipstream.runtime.coordinator.records.metrics import IterationMetrics, IterationWork, recoveries_in
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import METRICS, OrderGiven, Resumed, decode_metrics
 from slipstream.runtime.model.computing.slices import forms
 from slipstream.runtime.model.layers.flops import counted

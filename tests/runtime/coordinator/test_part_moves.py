@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
-from slipstream.runtime.coordinator.part_moves import Partition
+from slipstream.runtime.coordinator.decisions.part_moves import Partition
 from slipstream.runtime.model.state.parts import Cut, Elements, common, cut, parts_of, without
 from slipstream.runtime.replay.placement import place
 from slipstream.schedules.schedule import Worker

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from slipstream.runtime.coordinator import checkpoint_timer
-from slipstream.runtime.coordinator.run_state import Left
+from slipstream.runtime.coordinator.decisions import checkpoint_timer
+from slipstream.runtime.coordinator.decisions.run_state import Left
 from slipstream.runtime.errors import RunError
 from slipstream.runtime.events import LOSSES
 from tests.runtime.coordinator.counting_workers import ITERATIONS

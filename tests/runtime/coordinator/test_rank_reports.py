@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator.rank_reports import RankReports
+from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.protocol.to_coordinator import (
     Checkpoints,
     Finished,

@@ -3,8 +3,9 @@
 import hashlib
 import json
 
-from slipstream.runtime.coordinator import run_log
-from slipstream.runtime.coordinator.run_log import RunLog, digest_of
+from slipstream.runtime.coordinator.decisions.orders import digest_of
+from slipstream.runtime.coordinator.records import run_log
+from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import Failed, Finished, Noted, decode
 from slipstream.schedules.schedule import Worker
 

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from slipstream.runtime.coordinator import server
-from slipstream.runtime.coordinator.server import Server, serve
+from slipstream.runtime.coordinator.connections import server
+from slipstream.runtime.coordinator.connections.server import Server, serve
 from slipstream.runtime.protocol.authentication import SPOKEN, Answer, Secret
 from slipstream.runtime.protocol.channel import MAX_BYTES, frame
 from slipstream.runtime.protocol.rendezvous import listen

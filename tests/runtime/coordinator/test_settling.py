@@ -3,17 +3,17 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import slow_detector
-from slipstream.runtime.coordinator.background import tried
-from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
-from slipstream.runtime.coordinator.questions import Question
-from slipstream.runtime.coordinator.run_state import Rules, begun
-from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent
-from slipstream.runtime.coordinator.speed_planning import SpeedQuestion, period_at
-from slipstream.runtime.coordinator.transition import transition
+from slipstream.runtime.coordinator.decisions import slow_detector
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.effects import Send
+from slipstream.runtime.coordinator.decisions.questions import Question
+from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
+from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion, period_at
+from slipstream.runtime.coordinator.decisions.transition import transition
+from slipstream.runtime.coordinator.planning.background import tried
+from slipstream.runtime.coordinator.planning.schedule_finder import Finders, NoScheduleError, ScheduleService
 from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train

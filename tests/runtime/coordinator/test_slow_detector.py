@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.runtime.coordinator import slow_detector
-from slipstream.runtime.coordinator.slow_detector import CellTime, SlowDetector
+from slipstream.runtime.coordinator.decisions import slow_detector
+from slipstream.runtime.coordinator.decisions.slow_detector import CellTime, SlowDetector
 from slipstream.schedules.schedule import OpKind, Worker
 
 SLOW = Worker(1, 2)

@@ -1,10 +1,10 @@
 """What becomes of slow workers, by reports that are made up: of workers that take so many times as long as others."""
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.commit_log import Committed
-from slipstream.runtime.coordinator.effects import Effects
-from slipstream.runtime.coordinator.slow_workers import SpeedEvent, watched
-from slipstream.runtime.coordinator.speed_planning import SpeedQuestion, SpeedsPlanned, answer_to
+from slipstream.runtime.coordinator.decisions.commit_log import Committed
+from slipstream.runtime.coordinator.decisions.effects import Effects
+from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, watched
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion, SpeedsPlanned, answer_to
 from slipstream.runtime.protocol.to_coordinator import Ran
 from slipstream.runtime.replay.recorder import OpTime
 from slipstream.schedules.schedule import COMPUTE_KINDS, Worker

@@ -3,8 +3,8 @@
 import pytest
 
 from slipstream.planner.failures import FailurePlanner
-from slipstream.runtime.coordinator.planning import NoScheduleError
-from slipstream.runtime.coordinator.speed_planning import decide, period_at
+from slipstream.runtime.coordinator.decisions.speed_planning import decide, period_at
+from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for

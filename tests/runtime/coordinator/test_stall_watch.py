@@ -1,7 +1,7 @@
 import pytest
 
-from slipstream.runtime.coordinator import stall_watch
-from slipstream.runtime.coordinator.stall_watch import ANSWER_SECONDS, StallWatch
+from slipstream.runtime.coordinator.connections import stall_watch
+from slipstream.runtime.coordinator.connections.stall_watch import ANSWER_SECONDS, StallWatch
 from slipstream.runtime.protocol.to_coordinator import Status
 from slipstream.schedules.schedule import Worker
 

@@ -6,14 +6,14 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import going_back
-from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.effects import Send
-from slipstream.runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
-from slipstream.runtime.coordinator.questions import Question, ScheduleFound
-from slipstream.runtime.coordinator.run_state import Rules, begun
-from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.transition import (
+from slipstream.runtime.coordinator.decisions import checkpoint_rollback
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.effects import Send
+from slipstream.runtime.coordinator.decisions.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
+from slipstream.runtime.coordinator.decisions.questions import Question, ScheduleFound
+from slipstream.runtime.coordinator.decisions.run_state import Rules, begun
+from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.transition import (
     LONGEST_PAUSE_SECONDS,
     Disconnected,
     Look,
@@ -444,10 +444,10 @@ def test_a_worker_that_cannot_look_which_checkpoints_there_are_is_not_waited_for
     lose_stage_1(run)
     run.can_read(Worker(0, 0), 0)
     run.can_read(BACK, 0, 2)
-    run.now += going_back.ANSWER_SECONDS / 2
+    run.now += checkpoint_rollback.ANSWER_SECONDS / 2
     run.happens(Look())
     assert run.state.order == 1
-    run.now += going_back.ANSWER_SECONDS
+    run.now += checkpoint_rollback.ANSWER_SECONDS
     run.happens(Look())
     assert run.last(Train).first_iteration == 2 and dict(run.last(Train).restore).keys() == {BACK}
 

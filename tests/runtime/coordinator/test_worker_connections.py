@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from slipstream.runtime.coordinator import worker_connections
+from slipstream.runtime.coordinator.connections import worker_connections
+from slipstream.runtime.coordinator.connections.server import Connection, Server
+from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
 from slipstream.runtime.coordinator.run import Run
-from slipstream.runtime.coordinator.server import Connection, Server
-from slipstream.runtime.coordinator.worker_connections import WorkerConnections
 from slipstream.runtime.protocol.to_coordinator import JoinWorker
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid

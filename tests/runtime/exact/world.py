@@ -5,11 +5,11 @@ import functools
 import torch
 
 from slipstream.runtime.config import parse_run_config
-from slipstream.runtime.coordinator.commit_log import CommitLog
-from slipstream.runtime.coordinator.part_moves import Partition
-from slipstream.runtime.coordinator.run_state import Left, Rules, begun
-from slipstream.runtime.coordinator.settling import Cost
-from slipstream.runtime.coordinator.transition import Look
+from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
+from slipstream.runtime.coordinator.decisions.part_moves import Partition
+from slipstream.runtime.coordinator.decisions.run_state import Left, Rules, begun
+from slipstream.runtime.coordinator.decisions.settling import Cost
+from slipstream.runtime.coordinator.decisions.transition import Look
 from slipstream.runtime.model.computing.forms import forms
 from slipstream.runtime.model.data.data import load_corpus
 from slipstream.runtime.model.layers.layered_model import model_for, parameter_dtype

@@ -1,0 +1,84 @@
+"""Schedules for the failures that may come next are planned ahead, once for all workers that may change places."""
+
+from slipstream.runtime.coordinator.planning.background import tried
+from slipstream.runtime.coordinator.planning.precomputed_plans import AheadOfFailures
+from slipstream.runtime.failure_domains import ALONE, FailureDomains
+from slipstream.schedules.check import check
+from slipstream.schedules.parts import divide
+from slipstream.schedules.schedule import NoScheduleError, Worker
+from tests.general import layers_moved
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = grid(4, 3, 4)
+FIRST = schedule_for(JOB, [])
+
+
+class Ahead:
+    """What is asked for, and when."""
+
+    def __init__(self, domains=ALONE, scheduler=None):
+        self.asked, self.waiting = [], []
+        self.ahead = AheadOfFailures(FIRST, scheduler or self._schedule, self._later, domains, divide)
+
+    def _schedule(self, down):
+        self.asked.append(down)
+        return schedule_for(JOB, list(map(str, down)))
+
+    def _later(self, work, done, *, awaited):
+        assert not awaited and not self.waiting  # one at a time
+        self.waiting.append((work, done))
+
+    def plan(self, schedule, most=100):
+        self.ahead.look(schedule)
+        while self.waiting and most:
+            work, done = self.waiting.pop()
+            done(tried(work))
+            most -= 1
+
+
+def test_one_answer_for_each_stage_does_for_all_pipelines():
+    one = Ahead()
+    one.plan(FIRST)
+    assert len(one.asked) == 3
+    for worker in FIRST.grid.workers():
+        found, parts = one.ahead.known((worker,))
+        assert found.failed == parts.failed == (worker,) and not check(found) and not found.moves
+        assert parts.shares.keys() == found.seat_of.keys()
+        assert found.period_ticks == schedule_for(JOB, [str(worker)]).period_ticks
+    assert len(one.asked) == 3
+
+
+def test_the_likeliest_failures_come_first_and_what_is_not_known_is_asked_for():
+    machines = FailureDomains([Worker(pipeline, 0), Worker(pipeline, 1)] for pipeline in range(4))
+    one = Ahead(machines)
+    one.plan(FIRST, 3)
+    assert {failure[0].column for failure in one.asked} == {0, 1, 2} and all(len(one) == 1 for one in one.asked)
+    down = machines.together(Worker(2, 1))
+    assert one.ahead.known(down) is None
+    one.plan(FIRST)
+    asked = len(one.asked)
+    assert asked == 4  # and a machine's
+    assert one.ahead.known(machines.together(Worker(3, 1))) and len(one.asked) == asked
+    one.plan(schedule_for(JOB, ["1.1"]))
+    assert one.ahead.known((Worker(0, 0), Worker(2, 1))) and Worker(1, 1) in one.asked[asked]
+
+
+def test_what_has_no_answer_is_asked_for_once():
+    def scheduler(down):
+        asked.append(down)
+        raise NoScheduleError("none")
+
+    asked = []
+    one = Ahead(scheduler=scheduler)
+    one.plan(FIRST)
+    one.plan(FIRST)
+    assert len(asked) == 3
+    assert one.ahead.known((Worker(0, 0),)) is None
+
+
+def test_nothing_is_planned_ahead_where_layers_have_moved():
+    one = Ahead()
+    one.plan(FIRST, 1)
+    one.plan(layers_moved())
+    assert len(one.asked) <= 2

@@ -1,0 +1,109 @@
+"""Schedules are found in threads, and the one that all wait for waits for no other."""
+
+import asyncio
+import threading
+
+from slipstream.runtime.coordinator.decisions.questions import Question
+from slipstream.runtime.coordinator.decisions.speed_planning import SpeedQuestion
+from slipstream.runtime.coordinator.planning import schedule_finder
+from slipstream.runtime.coordinator.planning.schedule_finder import Finders, NoScheduleError, ScheduleService
+from slipstream.schedules.schedule import Worker
+from tests.general import layers_moved
+from tests.jobs import grid
+from tests.runtime.coordinator.clock import Clock
+from tests.runtime.failing import Planning
+from tests.runtime.running import schedule_for
+
+JOB = grid(2, 2, 2)
+FIRST = schedule_for(JOB, [])
+JOIN, DEATH, LATER = Question(()), Question((Worker(1, 1),)), Question((Worker(1, 0), Worker(1, 1)))
+
+
+class Asked:
+    """A service, and its answers as they come."""
+
+    def __init__(self, scheduler, **options) -> None:
+        self.answers, self.came = {}, asyncio.Event()
+        self.service = ScheduleService(FIRST.grid, Finders(scheduler), self.found, **options)
+
+    def found(self, found) -> None:
+        self.answers[found.question] = found.answer
+        self.came.set()
+
+    async def answer(self, question):
+        """Asks again after each answer, as the state does."""
+        while question not in self.answers:
+            self.service.find(question)
+            self.came.clear()
+            if question not in self.answers:
+                await asyncio.wait_for(self.came.wait(), 20)
+        return self.answers[question]
+
+
+def test_a_death_does_not_wait_for_the_plan_of_a_join():
+    """Nor is more planned than two at a time."""
+    release, asked = threading.Event(), []
+
+    def scheduler(down):
+        asked.append(down)
+        if down != DEATH.down:
+            release.wait(20)
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def script():
+        one = Asked(scheduler)
+        for question in (JOIN, DEATH, LATER, DEATH):
+            one.service.find(question)
+        await one.answer(DEATH)
+        assert JOIN not in one.answers and asked == [JOIN.down, DEATH.down]
+        one.service.find(LATER)
+        release.set()
+        await one.answer(JOIN)
+        await one.answer(LATER)
+        assert asked == [JOIN.down, DEATH.down, LATER.down]
+
+    asyncio.run(script())
+
+
+def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
+    release, clock = threading.Event(), Clock()
+    monkeypatch.setattr(schedule_finder, "time", clock)
+
+    def scheduler(down):
+        if down != LATER.down:
+            release.wait(20)
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def script():
+        one = Asked(scheduler)
+        for question in (JOIN, DEATH):
+            one.service.find(question)
+        clock.now += schedule_finder.STUCK_SECONDS + 1
+        assert (await one.answer(LATER)).failed == LATER.down and one.answers.keys() == {LATER}
+        release.set()
+
+    asyncio.run(script())
+
+
+def test_what_the_scheduler_raises_is_the_answer():
+    def scheduler(_):
+        raise NoScheduleError("none")
+
+    async def script():
+        answer = await Asked(scheduler).answer(DEATH)
+        assert isinstance(answer, NoScheduleError) and str(answer) == "none"
+        assert isinstance(await Asked(None).answer(DEATH), NoScheduleError)
+
+    asyncio.run(script())
+
+
+def test_for_speeds_nothing_moves_that_workers_hold():
+    rebalancer, moved = Planning(JOB), layers_moved()
+    service = ScheduleService(FIRST.grid, Finders(schedule_for, rebalancer.at_once, rebalancer), lambda _: None)
+
+    def planner(present):
+        return service._planner_at_speeds(SpeedQuestion(1, present, ()))
+
+    assert planner(FIRST) == rebalancer.at_once and planner(moved) != rebalancer.at_once
+
+

@@ -1,0 +1,87 @@
+"""A file system that does not answer holds up nobody."""
+
+import os
+import threading
+import time
+from io import FileIO
+
+from slipstream.runtime.coordinator.records import appended_file, writer_thread
+from slipstream.runtime.coordinator.records.appended_file import IterationLines
+from slipstream.runtime.coordinator.records.writer_thread import WriterThread
+from slipstream.runtime.events import EVENTS, Iteration, Noted, decode, decode_iteration
+from slipstream.runtime.launch import RunOptions, run
+from tests.runtime.failing import JOB
+from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
+
+SOON = 30.0
+
+
+def until(happened):
+    deadline = time.monotonic() + SOON
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_trains_while_its_file_system_hangs_and_writes_all_of_it_later(fork_server, tmp_path, monkeypatch):
+    answers, hung, told = threading.Event(), [], []
+    monkeypatch.setattr(writer_thread, "SLOW_SECONDS", 0.2)
+
+    class Hanging(FileIO):
+        """From the third iteration on."""
+
+        def write(self, data):
+            if b'"iteration":2' in data and not answers.is_set():
+                hung.append(data)
+                answers.wait(SOON)
+            return super().write(data)
+
+    def progress(iteration, loss):
+        if iteration == 6:
+            assert hung and len(losses_in(tmp_path)) == 2, "the files hang, and the run does not"
+        if iteration > 6 and not answers.is_set() and any("have not been written" in text for text in told):
+            answers.set()
+        time.sleep(0.1 if iteration > 6 else 0.0)
+
+    monkeypatch.setattr(appended_file, "FileIO", Hanging)
+    config = tiny(iterations=30)
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, progress=progress,
+                 options=RunOptions(notify=lambda news: told.append(str(news))))
+    assert_same_numbers(result, judge(config, JOB.microbatches, 30))
+    assert losses_in(tmp_path) == list(result.losses)
+    kept = [event.text for line in (tmp_path / EVENTS).read_bytes().splitlines()
+            if isinstance(event := decode(line), Noted)]
+    assert "have not been written" in kept[0] and "are written again" in kept[1] and len(kept) == 2
+    assert tuple(kept) == result.notes
+
+
+def test_what_is_never_taken_is_given_up_at_the_end_and_nobody_waits_for_it(tmp_path, monkeypatch):
+    """A pipe that nobody reads."""
+    monkeypatch.setattr(writer_thread, "CLOSE_SECONDS", 0.2)
+    reading, writing = os.pipe()
+    told = []
+    with WriterThread(told.append) as write:
+        write(lambda: os.write(writing, b"x" * 10_000_000))
+        write(lambda: None)
+    assert ["2 writes" in news and "does not answer" in news for news in told] == [True]
+    os.close(reading)
+
+
+def test_all_that_waits_is_written_at_the_end_in_order_whatever_fails(tmp_path):
+    done, told = [], []
+    with WriterThread(told.append) as write:
+        for number in range(1000):
+            write(lambda number=number: done.append(number) if number != 500 else done.missing())
+    assert done == [number for number in range(1000) if number != 500]
+    assert ["'missing'" in text for text in told] == [True]
+
+
+def test_lines_are_cut_without_room_also_those_that_wait(tmp_path):
+    lines = IterationLines(tmp_path / "lines", 0, print)
+    for iteration in (1, 2, 3, None, 4):
+        if iteration is None:
+            lines.go_back(2)
+        else:
+            lines.append(Iteration(iteration=iteration, loss=1.0))
+    lines.close()
+    assert [decode_iteration(line).iteration for line in (tmp_path / "lines").read_bytes().splitlines()] == [1, 4]
