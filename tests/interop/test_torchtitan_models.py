@@ -151,15 +151,6 @@ def test_what_mixtures_cannot_do_is_refused_in_one_line(training, words, tmp_pat
 
 
 @installed
-def test_torchtitans_command_line_refuses_them():
-    from slipstream.runtime.model.layers.torchtitan.specification import as_given
-    from slipstream.runtime.model.layers.torchtitan.training import require_honoured
-
-    with pytest.raises(ConfigError, match="a mixture of experts; expected dense layers"):
-        require_honoured(as_given(["--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"]))
-
-
-@installed
 @pytest.mark.parametrize("name", ["llama3/debugmodel", "qwen3/debugmodel", *MIXTURES])
 def test_the_layers_one_after_the_other_are_the_model(name):
     model, layers, whole = whole_of(config(name))

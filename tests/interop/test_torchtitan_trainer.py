@@ -36,9 +36,9 @@ TWO_STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipe
               "--training.local_batch_size", "4")
 
 
-def words(program, folder, *more):
+def words(program, folder, *more, config="small"):
     """What Python is told for either program."""
-    return ["-m", "tests.interop.titan_cpu", program, "--module", "tests.interop.titan_config", "--config", "small",
+    return ["-m", "tests.interop.titan_cpu", program, "--module", "tests.interop.titan_config", "--config", config,
             "--dump_folder", str(folder), *(("--training.disable_cuda_graphs",) if program == THEIRS else PATIENT),
             *more]
 
@@ -49,17 +49,17 @@ def environment(folder, assets, dtype):
             "TITAN_DTYPE": dtype, "OMP_NUM_THREADS": "1"}
 
 
-def start(program, folder, assets, dtype, *more, machine=0, machines=1):
+def start(program, folder, assets, dtype, *more, machine=0, machines=1, config="small"):
     """One process of either program, as torchrun starts it."""
     alone = {"RANK": str(machine), "LOCAL_RANK": "0", "WORLD_SIZE": str(machines), "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}
-    return subprocess.run([sys.executable, *words(program, folder, *more)], cwd=ROOT,
+    return subprocess.run([sys.executable, *words(program, folder, *more, config=config)], cwd=ROOT,
                           env=environment(folder, assets, dtype) | alone, capture_output=True, text=True, timeout=800,
                           check=False)
 
 
-def train(program, *given):
-    done = start(program, *given)
+def train(program, *given, config="small"):
+    done = start(program, *given, config=config)
     assert done.returncode == 0, done.stderr[-3000:]
     assert ("checkpoints while it trains are Slipstream's" in done.stdout + done.stderr) == (program == OURS)
 
@@ -97,14 +97,14 @@ def orders_of(folder):
             if isinstance(event := decode(line), OrderGiven)]
 
 
-def assert_same(ours, theirs, dtype, steps=STEPS):
+def assert_same(ours, theirs, dtype, steps=STEPS, least=100):
     """Losses, norms, learning rates, tokens, and the last checkpoints."""
     mine, expected = lines(ours), lines(theirs)[-steps:]
     assert [one["step"] for one in mine] == [one["step"] for one in expected]
     for key in ("loss", "norm", "rate", "tokens"):
         assert [one[key] for one in mine] == pytest.approx([one[key] for one in expected], rel=TOLERANCE[dtype]), key
     found, wanted = saved(ours), saved(theirs)
-    assert found.keys() == wanted.keys() and len(wanted) > 100
+    assert found.keys() == wanted.keys() and len(wanted) > least
     for name, value in wanted.items():
         assert (found[name] - value).norm() <= TOLERANCE[dtype] * value.norm(), name
 
@@ -149,6 +149,23 @@ def test_numbers_are_those_of_its_trainer(trained, tmp_path, dtype, options, ran
     orders = orders_of(tmp_path)
     assert len({order.live for order in orders}) > 1  # workers have died
     assert ("--slipstream.settle" in options) == any(order.phase == "settled" for order in orders)
+
+
+@installed
+@pytest.mark.parametrize("options", [
+    ["--parallelism.data_parallel_replicate_degree", "2", "--slipstream.kill", "1.1@3", "--slipstream.return", "1.1@6",
+     "--slipstream.kill", "0.0@12"],
+    ["--parallelism.data_parallel_replicate_degree", "3", "--parallelism.pipeline_parallel_microbatch_size", "1",
+     "--slipstream.kill", "1.1@2", "--slipstream.kill", "2.1@18", "--slipstream.settle", "0.5",
+     "--dataloader.pause", "0.2"]])
+def test_so_are_those_of_a_mixture_of_experts(tmp_path, options):
+    """The bias by which tokens choose, which its optimizer moves, is in the checkpoints."""
+    assets, size = write_assets(tmp_path / "assets"), ["--training.local_batch_size", "1"]
+    train(THEIRS, tmp_path / "theirs", assets, "float64", *(size if "1" in options else []), config="small_experts")
+    train(OURS, tmp_path / "ours", assets, "float64", *TWO_STAGES, *options, config="small_experts")
+    assert_same(tmp_path / "ours", tmp_path / "theirs", "float64", least=40)
+    biases = [value for name, value in saved(tmp_path / "ours").items() if name.endswith("moe.expert_bias_E")]
+    assert len(biases) == 2 and all(bias.abs().max() > 0.01 for bias in biases)
 
 
 @installed

@@ -1,4 +1,4 @@
-"""A configuration of torchtitan's Trainer for tests: `--module tests.interop.titan_config --config small`."""
+"""Configurations of torchtitan's Trainer for tests: `--module tests.interop.titan_config --config small`."""
 
 import os
 import time
@@ -11,8 +11,10 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.optimizer.optimizer import default_adamw
 from torchtitan.config import DebugConfig, TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import deepseek_v3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 SCHEDULE = {"warmup_steps": 2, "decay_ratio": 0.8, "min_lr_factor": 0.1}
@@ -38,9 +40,22 @@ class SlowData(HuggingFaceTextDataLoader):
 
 
 def small() -> Trainer.Config:
-    """A small Llama 3, whose attention runs on CPUs, with the data of `tests.interop.titan_training`."""
+    """A small Llama 3."""
+    return _training(model_registry("debugmodel"))
+
+
+def small_experts() -> Trainer.Config:
+    """A small DeepSeek V3 of a dense layer and two of experts, whose bias moves fast."""
+    spec = deepseek_v3.model_registry("debugmodel")
+    del spec.model.layers[3:]
+    for layer in spec.model.layers[1:]:
+        layer.moe.load_balance_coeff = 0.01
+    return _training(spec)
+
+
+def _training(spec: ModelSpec) -> Trainer.Config:
+    """A model whose attention runs on CPUs, with the data of `tests.interop.titan_training`."""
     assets, dtype = os.environ["TITAN_ASSETS"], os.environ["TITAN_DTYPE"]
-    spec = model_registry("debugmodel")
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return Trainer.Config(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_titans
 
 from slipstream.runtime.config import RunConfig
@@ -47,24 +47,27 @@ def read_state(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
                      for slot, _, of in [rest.partition(".")] if kind == "optimizer" and of == name}
             with torch.no_grad():
                 parameter.copy_(found[f"model.{name}"])
-            next(one for one in trainer.optimizers if parameter in _stepped(one)).state[parameter] = state
+            if state:
+                next(one for one in trainer.optimizers if parameter in _stepped(one)).state[parameter] = state
 
 
-def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters of each layer, by their names there; what layers share is the first one's."""
+def _layers(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
+    """The parameters of each layer, by their names there, among them biases that are buffers of the Trainer's; what
+    layers share is the first one's."""
     model = model_for(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts
+    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
         copies = sharing.copies(layer)
-        yield {name: whole.get_parameter(name) for name, _ in module.named_parameters() if name not in copies}
+        yield {name: tensors[name] for name, _ in module.named_parameters() if name not in copies}
 
 
-def _states(trainer: Any) -> dict[nn.Parameter, dict[str, Tensor]]:
+def _states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
     """What the optimizers remember: nothing before the first step."""
     return {parameter: state for one in trainer.optimizers for parameter, state in one.state.items()}
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+def _stepped(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -122,9 +122,11 @@ def _refused(config: Trainer.Config) -> Iterator[tuple[bool, str, str]]:
     for beside, what in ((degrees.tensor_parallel_degree > 1,
                           f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree}"),
                          (isinstance(config.activation_checkpoint, FullAC.Config), "FullAC"),
+                         (compiled and has_experts(config), "experts"),
                          (compiled and needs_masks(config), "attention that is given masks of documents")):
         yield compiled and beside, f"--compile.enable with {what}", "one of them"
-    yield has_experts(config), "a mixture of experts", "dense layers; a job's [model] torchtitan takes experts"
+    yield (has_experts(config) and degrees.tensor_parallel_degree > 1,
+           f"--parallelism.tensor_parallel_degree {degrees.tensor_parallel_degree} with experts", "1")
     yield bool(config.override.imports), "--override.imports", "the configuration to have what they change"
     yield checkpoint.create_seed_checkpoint, "--checkpoint.create_seed_checkpoint", "torchtitan's own program for it"
     loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss
