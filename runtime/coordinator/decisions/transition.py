@@ -265,8 +265,7 @@ def _differ(step: Step, difference: Difference) -> None:
     if not difference.wrong and difference.iteration <= step.state.doubted:
         raise RunError(f"{why}, and they did before the run went back: their hardware, or libraries, compute otherwise")
     step.do(Noted(text=why))
-    step.change(recovery=step.state.recovery.broke(why, step.at))
-    step.change(faulty=difference.wrong)
+    step.change(recovery=step.state.recovery.broke(why, step.at), faulty=difference.wrong)
     if difference.spread:
         step.change(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
     orders.end(step, doubted=difference.spread)
