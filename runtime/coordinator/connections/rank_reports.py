@@ -101,7 +101,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Paused():
             return _paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            return replace(first, digests=_digests([one.digests for one in by_rank if isinstance(one, Finished)]))
+            reports = [report.digests for report in by_rank if isinstance(report, Finished)]
+            return replace(first, digests=_combined_digests(reports))
         case Checkpoints():
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))
@@ -147,7 +148,11 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
 
 
-def _digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Of each parameter, one for the shards of all ranks."""
+def _combined_digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return one digest for each parameter, made of the digests of its shards.
+
+    Ranks that were stopped at different points of the last order hold different layers, or none. As in `kept_by_all`,
+    the worker holds what all of its ranks hold, so that parameters which some ranks do not report are left out.
+    """
     return {name: combined_digest({str(rank): digests[name] for rank, digests in enumerate(by_rank)})
-            for name in by_rank[0]}
+            for name in by_rank[0] if all(name in digests for digests in by_rank)}

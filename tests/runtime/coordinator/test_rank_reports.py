@@ -75,6 +75,13 @@ def test_what_was_said_of_an_order_that_is_over_counts_no_more(reports):
     assert reports.take(WORKER, 0, ran(5, 0.5, 1.0)) is None
 
 
+def test_digests_of_parameters_that_some_rank_does_not_hold_are_left_out(reports):
+    both = reports.both(Finished(WORKER, 2, {"3.weight": "a", "4.weight": "b"}), Finished(WORKER, 2, {"3.weight": "c"}))
+    assert both.digests.keys() == {"3.weight"}
+    assert reports.both(Finished(WORKER, 3, {"3.weight": "a"}), Finished(WORKER, 3, {})).digests == {}
+    assert reports.both(Finished(WORKER, 4, {}), Finished(WORKER, 4, {"3.weight": "a"})).digests == {}
+
+
 def test_each_rank_says_where_it_gives_layers(reports):
     ready = reports.take(WORKER, 1, Ready(WORKER, "corpus", (("b", 2),))), reports.take(
         WORKER, 0, Ready(WORKER, "corpus", (("a", 1),)))
