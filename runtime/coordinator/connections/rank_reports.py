@@ -101,8 +101,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Paused():
             return _paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            reports = [report.digests for report in by_rank if isinstance(report, Finished)]
-            return replace(first, digests=_combined_digests(reports))
+            digests = [report.digests for report in by_rank if isinstance(report, Finished)]
+            return replace(first, digests=_combined_digests(digests))
         case Checkpoints():
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))
