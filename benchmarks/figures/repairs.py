@@ -1,0 +1,82 @@
+"""What failures cost where a machine is back within hours, and where its repair takes days, at four sizes of a cluster.
+
+Failures are drawn as Llama 3's authors report them, with repairs of at most 4 hours, and as InfiniteHBD-Trace has them:
+400 servers that were away for 133 hours after a fault in the mean, a third of them for less than 4.
+"""
+
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from msgspec.structs import replace
+
+from slipstream.cli.fleet.availability_trace import group_gpus
+from slipstream.cli.fleet.costs import costs_for
+from slipstream.cli.fleet.failure_models import FAILURE_MODELS
+from slipstream.cli.fleet.figure import Cell, Figure, Series
+from slipstream.cli.fleet.policies import POLICIES
+from slipstream.cli.fleet.policy import Scenario
+from slipstream.cli.fleet.simulation import simulate
+from slipstream.cli.fleet.synthetic_trace import draw_trace
+from slipstream.cli.fleet.throughput import Throughputs
+from slipstream.planner.budget import CountCallback
+from slipstream.planner.job.estimate import estimate
+from slipstream.planner.job.file import Job, read_job
+from slipstream.planner.job.presets import ESTIMATED
+from slipstream.planner.job.toml import job_text
+
+DAYS = 90.0
+SIZES = (("llama-3-8b", 2, 1, 8e9, 10), ("llama-3-8b", 8, 2, 8e9, 10), ("llama-3-70b", 4, 8, 70e9, 10),
+         ("llama-3-70b", 32, 8, 70e9, 3))
+"""(preset, pipelines, GPUs of a worker, parameters, traces) of each cluster."""
+MODELS = {"hours": "llama-3", "days": "infinite-hbd"}
+"""Failure models by how long repairs take."""
+KINDS = ("slipstream", "recycle", "torchft", "checkpoint-restart")
+
+
+def cluster_job(name: str, pipelines: int, gpus: int) -> Job:
+    """Return the job of a preset with another number of pipelines and of GPUs for each worker."""
+    shape, layout = ESTIMATED[name]
+    layout = replace(layout, pipelines=pipelines, tensor_parallel=gpus)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(job_text(*estimate(name, shape.by_layer(), layout)), encoding="utf-8")
+        return read_job(path)
+
+
+def reproduce(progress: CountCallback) -> Figure:
+    """Simulate all clusters under both failure models, and return the hours that each policy loses."""
+    rows: list[tuple[Cell, ...]] = []
+    hours_lost: dict[tuple[str, str], list[float]] = {(kind, repairs): [] for kind in KINDS for repairs in MODELS}
+    gpus_of = []
+    for done, (preset, pipelines, gpus, parameters, traces) in enumerate(SIZES, 1):
+        job = cluster_job(preset, pipelines, gpus)
+        throughputs, costs = Throughputs(job), costs_for(parameters, job.stages)
+        gpus_of.append(throughputs.workers * gpus)
+        for repairs, model in MODELS.items():
+            drawn = [group_gpus(draw_trace(FAILURE_MODELS[model], gpus_of[-1], DAYS, seed), gpus)
+                     for seed in range(traces)]
+            row: list[Cell] = [gpus_of[-1], repairs, traces,
+                               round(statistics.fmean(trace.places - trace.mean_live for trace in drawn), 2)]
+            samples = []
+            for kind in KINDS:
+                runs = [simulate(POLICIES[kind](Scenario(throughputs, costs, trace.seconds_between_failures)), trace)
+                        for trace in drawn]
+                kept = statistics.fmean(run.throughput / run.fault_free_rate for run in runs)
+                hours_lost[kind, repairs].append(24 * DAYS * (1 - kept))
+                row.append(round(hours_lost[kind, repairs][-1], 2))
+                samples.append(round(statistics.fmean(run.throughput for run in runs), 2))
+            rows.append((*row, *samples))
+        progress(done, len(SIZES))
+    return Figure(
+        name="repairs", title=f"Hours of {24 * DAYS:.0f} that failures take, by how long repairs take", kind="lines",
+        x_label="GPUs", y_label="hours lost", x=tuple(map(float, gpus_of)), logarithmic_x=True,
+        series=tuple(Series(name=f"{kind}, repairs of {repairs}", values=tuple(hours))
+                     for (kind, repairs), hours in hours_lost.items()),
+        header=("GPUs", "repairs", "traces", "workers down", *(f"{kind}, hours lost" for kind in KINDS),
+                *(f"{kind}, samples/s" for kind in KINDS)),
+        rows=tuple(rows),
+        findings={f"slipstream / torchft, samples per second, repairs of {row[1]}, {row[0]} GPUs":
+                  float(row[8] or 0) / float(row[10] or 1) for row in rows},
+        assumptions=("Llama 3 8B and 70B on H100s, estimated stage times; hours of each system's own speed with all "
+                     "workers alive, means over drawn traces of 90 days; with 8 GPUs each is a machine of its own",))
