@@ -57,6 +57,7 @@ def reproduce(progress: CountCallback) -> Figure:
             drawn = [group_gpus(draw_trace(FAILURE_MODELS[model], gpus_of[-1], DAYS, seed), gpus)
                      for seed in range(traces)]
             row: list[Cell] = [gpus_of[-1], repairs, traces,
+                               round(statistics.fmean(trace.removals + trace.partial_losses for trace in drawn), 1),
                                round(statistics.fmean(trace.places - trace.mean_live for trace in drawn), 2)]
             samples = []
             for kind in KINDS:
@@ -73,10 +74,10 @@ def reproduce(progress: CountCallback) -> Figure:
         x_label="GPUs", y_label="hours lost", x=tuple(map(float, gpus_of)), logarithmic_x=True,
         series=tuple(Series(name=f"{kind}, repairs of {repairs}", values=tuple(hours))
                      for (kind, repairs), hours in hours_lost.items()),
-        header=("GPUs", "repairs", "traces", "workers down", *(f"{kind}, hours lost" for kind in KINDS),
+        header=("GPUs", "repairs", "traces", "failures", "workers down", *(f"{kind}, hours lost" for kind in KINDS),
                 *(f"{kind}, samples/s" for kind in KINDS)),
         rows=tuple(rows),
         findings={f"slipstream / torchft, samples per second, repairs of {row[1]}, {row[0]} GPUs":
-                  float(row[8] or 0) / float(row[10] or 1) for row in rows},
+                  float(row[9] or 0) / float(row[11] or 1) for row in rows},
         assumptions=("Llama 3 8B and 70B on H100s, estimated stage times; hours of each system's own speed with all "
                      "workers alive, means over drawn traces of 90 days; with 8 GPUs each is a machine of its own",))
